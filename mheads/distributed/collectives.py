@@ -6,6 +6,8 @@ the workers compute: each waits for its inputs. So nothing needs a tag, and no r
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,16 +17,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value, leaves, map_leaves
-from mheads.distributed.packed_values import PackedValue, memory_of, unpack
 from mheads.engine.gradient_sums import add_subtrees
 from mheads.engine.threads import Workers
 
 T = TypeVar("T")
 Key = tuple[Any, ...]  # of a collective: its kind, then what tells it from others of that kind
 Group = dist.ProcessGroup | None  # None: all ranks
-SMALL_BLOCK = 2048  # bytes that a first gathering has room for
+HEADER = 64  # bytes at the start of a block, of which two lengths are used: tensors begin at multiples of it
 
 
 @dataclass
@@ -87,10 +90,10 @@ def _use_one_thread() -> None:
 
 
 class Gathering:
-    """Gathers values of any form, one from each rank.
+    """Gathers values of any form, a block of bytes from each rank, which begins with its length and its form.
 
-    A rank's block holds its length, the form of its value and the tensors. Blocks are as long as the longest one under
-    the same key before; if one is longer now, all see that from its length, and gather once more.
+    Blocks are as long as the longest one under the same key before; if one is longer now, all see that from its length,
+    and gather once more.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,12 +102,11 @@ class Gathering:
 
     def gather(self, key: Hashable, group: Group, value: Value) -> dict[int, Value]:
         """The values of all ranks of a group, by rank; the tensors of each are views of one buffer."""
-        ranks, packed = dist.get_process_group_ranks(group), PackedValue(value)
-        room = self._room.get(key, SMALL_BLOCK)
+        ranks, own, room = dist.get_process_group_ranks(group), pack(value, self.device), self._room.get(key, HEADER)
         while True:
-            own = packed.write(room, self.device)
+            given = own if len(own) == room else pad(own[:room], (0, max(0, room - len(own))))
             blocks = own.new_empty(len(ranks), room)
-            dist.all_gather(list(blocks), own, group=group)
+            dist.all_gather(list(blocks), given, group=group)
             longest = int(blocks[:, :8].contiguous().view(torch.int64).max())
             if longest <= room:
                 break
@@ -112,15 +114,36 @@ class Gathering:
         self._room[key] = room
         return {rank: unpack(block) for rank, block in zip(ranks, blocks, strict=True)}
 
-    def gather_on_main(self, value: Value) -> list[Value]:
-        """The values of all ranks on the main rank; nothing on the others."""
-        packed = PackedValue(value)
-        longest = torch.tensor([packed.length], device=self.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        own = packed.write(int(longest), self.device)
-        blocks = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-        dist.gather(own, blocks, dst=0)
-        return [unpack(block) for block in blocks or ()]
+
+def pack(value: Value, device: torch.device) -> Tensor:
+    """A block: its length, that of the pickled form, the form, and the tensors as they lie in memory."""
+    value = map_leaves(lambda t: canonical(t.detach()).to(device), value)
+    form = pickle.dumps(map_leaves(lambda t: t.to("meta"), value))
+    parts = [torch.frombuffer(bytearray(form), dtype=torch.uint8), *map(memory_of, leaves(value))]
+    stops = list(itertools.accumulate((_align(len(part)) for part in parts), initial=HEADER))
+    block = torch.empty(stops[-1], dtype=torch.uint8, device=device)
+    block[:16] = torch.tensor([len(block), len(form)]).view(torch.uint8)
+    for start, part in zip(stops, parts, strict=False):
+        block[start : start + len(part)] = part
+    return block
+
+
+def unpack(block: Tensor) -> Value:
+    """The value in a block; its tensors are views of it."""
+    _, size = block[:16].clone().view(torch.int64).tolist()
+    form = pickle.loads(block[HEADER : HEADER + size].cpu().numpy().tobytes())
+    starts = itertools.accumulate((_align(t.nbytes) for t in leaves(form)), initial=HEADER + _align(size))
+
+    def take(t: Tensor) -> Tensor:
+        start = next(starts)
+        flat = block[start : start + t.nbytes].view(t.dtype)
+        return torch.as_strided(flat, t.shape, t.stride(), flat.storage_offset())
+
+    return map_leaves(take, form)
+
+
+def _align(size: int) -> int:
+    return -(-size // HEADER) * HEADER
 
 
 def exchange(
@@ -137,6 +160,12 @@ def exchange(
     return taken
 
 
+def memory_of(dense: Tensor) -> Tensor:
+    """The bytes of a tensor as they lie in memory, so that channels-last arrives as channels-last."""
+    t = dense.resolve_conj().resolve_neg()
+    return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset()).view(torch.uint8)
+
+
 def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) -> Tensor:
     """The sum over the micro-batches [n] in their fixed pairwise tree, on every rank of the group.
 
@@ -146,7 +175,7 @@ def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) 
     ranks = dist.get_process_group_ranks(group)
     (subtrees, n), size = own.shape, len(ranks)
     chunk = -(-n // size)
-    chunks = torch.nn.functional.pad(own, (0, chunk * size - n)).view(subtrees, size, chunk).transpose(0, 1)
+    chunks = pad(own, (0, chunk * size - n)).view(subtrees, size, chunk).transpose(0, 1)
     counts = [len(held[rank]) for rank in ranks]
     taken = own.new_empty(sum(counts), chunk)
     dist.all_to_all_single(taken, chunks.reshape(size * subtrees, chunk), counts, [subtrees] * size, group=group)

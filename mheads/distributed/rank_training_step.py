@@ -49,7 +49,7 @@ class SharedOutputs:
             self.deliver(i, node, output)
 
     def _gather(self, name: str, owned: dict[int, int], own: dict[int, Value]) -> None:
-        engine, node, output = self.engine, self.engine.net.tree.nodes[name], next(iter(own.values()), None)
+        engine, node, output = self.engine, self.engine.net.tree.nodes[name], next(iter(own.values()), ())
         group = engine.groups[engine.placement.holders(name, engine.replica)]
         values = engine.gathering.gather(("down", name), group, output)
         for rank, i in owned.items():

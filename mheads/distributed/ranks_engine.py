@@ -65,6 +65,12 @@ class EngineOnRank(ThreadsEngine):
         with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
             return self.world.share("decision", plain), kept[0] if kept else None
 
+    def tell_all(self, value: T) -> list[T]:
+        """What each rank has to say, by rank."""
+        told: list[Any] = [None] * self.world.size
+        self.collectives.together(lambda: dist.all_gather_object(told, value))
+        return told
+
     def close(self) -> None:
         self.world.watch.tell()
         self.collectives.close()
@@ -113,8 +119,7 @@ class RanksEngine(EngineOnRank):
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
         own, stop = (self.asked_to_stop, *self._losses(task)), 0
-        told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
-        for asked, totals, members, rows, *blocks in told.values():
+        for asked, totals, members, rows, *blocks in self.tell_all(own):
             stop = stop or asked
             task.totals |= totals
             for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
@@ -142,7 +147,7 @@ class RanksEngine(EngineOnRank):
             window = EvaluationWindow(self, some)
             window.start()
             self.workers.wait()
-            parts = self.collectives.together(lambda: self.gathering.gather_on_main(window.outputs))  # noqa: B023
+            parts = self._gather_on_main(window.outputs)
             for i, read in enumerate(some if self.is_main else ()):
                 whole = ForwardPass(self.stages, read, i, self.workers.spawn, self.options.device, self.options.views)
                 for part in parts:
@@ -153,15 +158,22 @@ class RanksEngine(EngineOnRank):
 
     # Bringing tensors together, and handing them out.
 
+    def _gather_on_main(self, own: Value) -> list[Value]:
+        """The values of all ranks on the main rank; elsewhere this rank's alone."""
+        parts = [None] * self.world.size if self.is_main else None
+        own = nested_values.map_leaves(lambda t: t.cpu().clone(), own)  # a view would be sent with all that it is of
+        self.collectives.together(lambda: dist.gather_object(own, parts, dst=0))
+        return parts or [own]
+
     @property
     def writers(self) -> dict[str, int]:
         return {stage: self.placement.all_holders(stage)[0] for stage in self.placement.stages}
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
-        for part in self.collectives.together(lambda: self.gathering.gather_on_main(tensors)):
+        for part in self._gather_on_main(tensors):
             gathered |= part
-        return gathered | tensors if self.is_main else {}
+        return gathered if self.is_main else {}
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         def of(rank: int) -> dict[str, Tensor]:

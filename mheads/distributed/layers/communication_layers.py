@@ -20,6 +20,7 @@ no gradient, put the call under `no_grad` on all ranks.
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mheads.common.errors import UserError
-from mheads.distributed.packed_values import pack, unpack
 
 
 class _Layer(nn.Module):
@@ -149,27 +149,29 @@ class _Layer(nn.Module):
         return {}
 
     def _send(self, call: int, rank: int, value: Any) -> list[Any]:
-        block = pack((torch.tensor(call), *value))
+        file = io.BytesIO()
+        torch.save((call, *(t.clone() for t in value)), file)  # a copy: a view would be sent with all that it is of
+        block = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         with self._explaining(rank):
             return [dist.isend(part, rank) for part in (torch.tensor([block.numel()]), block)]
 
-    def _take(self, call: int, rank: int) -> list[Any]:
+    def _take(self, call: int, rank: int) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
         with self._explaining(rank):
             self._wait(dist.irecv(length, rank))
             block = torch.empty(int(length), dtype=torch.uint8)
             self._wait(dist.irecv(block, rank))
-        there, *value = unpack(block)
+        there, *value = torch.load(io.BytesIO(block.numpy().data), weights_only=True)
         self._check_call(call, there)
-        return list(value)
+        return value
 
     def _wait(self, work: Any) -> None:
         work.wait() if self.timeout is None else work.wait(timedelta(seconds=self.timeout))
 
-    def _check_call(self, call: int, there: Tensor) -> None:
-        if int(there) != call:
+    def _check_call(self, call: int, there: int) -> None:
+        if there != call:
             raise UserError(
-                f"{self}: rank {dist.get_rank()} is at call {call}, and another rank at call {int(there)}: run the "
+                f"{self}: rank {dist.get_rank()} is at call {call}, and another rank at call {there}: run the "
                 "calls in the same order on all ranks, and their backwards in the opposite one"
             )
 

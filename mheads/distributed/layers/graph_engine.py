@@ -120,8 +120,9 @@ class GraphEngine(EngineOnRank):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told = self.gathering.gather("report", dist.group.WORLD, (total, self.asked_to_stop))
-        stop = next((asked for _, asked in told.values() if asked), 0)
+        told: list[Any] = [None] * self.world.size
+        dist.all_gather_object(told, (total, self.asked_to_stop))
+        stop = next((asked for _, asked in told if asked), 0)
         return StepReport(told[0][0] / max(1, rows), losses, assignment, stop)
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
@@ -182,7 +183,9 @@ class GraphEngine(EngineOnRank):
     def _collect_gradients(self) -> None:
         """Puts the gradients of this rank into place; on the main rank also gradients and statistics of the others."""
         own = () if self.is_main else tuple(_content(t) for t in self.owned[self.world.rank])
-        for rank, tensors in enumerate(self.gathering.gather_on_main(own)):
+        parts: list[Any] | None = [()] * self.world.size if self.is_main else None
+        dist.gather_object(own, parts, dst=0)
+        for rank, tensors in enumerate(parts or ()):
             for tensor, part in zip(self.owned[rank] if rank else (), tensors, strict=True):
                 if tensor.requires_grad:
                     tensor.grad = torch.empty_like(tensor).copy_(part)

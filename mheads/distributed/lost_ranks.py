@@ -1,9 +1,10 @@
 """The watch over the other ranks: who is lost, who hangs, and that all end with the name of the first.
 
-Every rank tells the store how far it is, again and again (its beat). The main rank watches all, all watch the main
-rank. A rank whose beat stands still is lost; one whose beat continues, but which has work and makes no progress,
-hangs; one that only waits for others is innocent, however long that takes. Whoever finds a fault first writes it down
-for all.
+Every rank tells the store how it is, again and again (its beat). The main rank watches all, all watch the main rank. A
+rank whose beat stands still is lost; one whose beat continues, but which has work and makes no progress, hangs; one
+that only waits for others is innocent, however long that takes. Whoever finds a fault first writes it down for all.
+Time is counted in beats of one's own, so a process that was stopped for a while, as with all others by a laptop that
+sleeps, blames nobody.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import json
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
 from mheads.common.console import clean
 from mheads.common.errors import UserError
 from mheads.distributed.rendezvous import Store, ask, in_background
 
-FAULT = "fault"
+FAULT, SUSPICION = "fault", "suspicion"  # keys of the store
 TIMEOUT = 60.0  # until the recipe says otherwise
 PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
+SOON = 4  # beats in which a rank that is alive gives a sign of it
 EXIT_CODE = 3  # of a rank that ends because another one did
-SILENT = "has given no sign of life"
 GONE = "has ended, or its connection is lost; the same command goes on from the newest checkpoint"
 
 
@@ -46,10 +47,8 @@ class Watch:
         self.ending = False  # this rank says itself why it ends
         self._lock = threading.Lock()
         self._lost_connection = ""  # what a collective here said when it broke off
-        self._suspected = 0.0  # since when a rank is known to have gone
         self.tell()
-        self._store = store
-        self._seen = {other: RankHeartbeat() for other in (range(1) if rank else range(1, size))}
+        self._store, self._watched = store, range(1) if rank else range(1, size)
         self._thread = threading.Thread(target=self._watch, name="mheads-watch", daemon=True)
         self._thread.start()
 
@@ -74,7 +73,6 @@ class Watch:
     def suspect(self, error: BaseException) -> None:
         """A collective failed: some rank has gone, and its beat will tell which. It may have said why."""
         self._lost_connection = self._lost_connection or f"rank {self.rank} lost a connection: {error}"
-        self._suspected = self._suspected or time.monotonic()
 
     def report(self, rank: int, reason: str) -> None:
         """Writes a fault down for all ranks, unless there is one already: all end with the first."""
@@ -112,89 +110,56 @@ class Watch:
             print(clean(f"{name}error: {self.failure}"), file=sys.stderr)
         leave(EXIT_CODE)
 
-    @property
-    def _pause(self) -> float:
-        return min(0.5, self.timeout / 10)
-
     def _watch(self) -> None:
-        """Tells how far this rank is, and looks at those it watches, as long as the store answers."""
-        store, beats, now = self._store.clone(), 0, time.monotonic()
-        answer, answered = None, now
-        while self.failure is None and not self.over.wait(self._pause if beats else 0):
-            before, now = now, time.monotonic()
-            if now - before > self.timeout / 2:
-                # This process was stopped for a while, perhaps with all others: they get the time to say something.
-                answered = now
-                for one in self._seen.values():
-                    one.alive = one.moved = now
-            answer = answer or in_background(lambda: self._exchange(store, beats))  # noqa: B023
-            try:
-                fault, heard = answer.result(self._pause)
-            except TimeoutError:
-                if now - answered > self.timeout:
-                    self.fail(
-                        0,
-                        f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
-                        "its process or machine is gone, or the network between is cut",
-                    )
+        """A beat, and a look at those it watches, again and again, as long as the store answers."""
+        store, now, answer, answered, progress, idle, suspected = self._store.clone(), 0, None, 0, 0, 0, 0
+        heard: dict[int, tuple[list[int], int]] = {}  # of each rank the last beat, and when it came
+        while self.failure is None and not self.over.wait(pause := min(0.5, self.timeout / 10)):
+            now, limit = now + 1, self.timeout / pause
+            before, progress = progress, self._progress()
+            idle = idle + 1 if self._busy() and progress == before else 0
+            if answer is not None and not answer.done():
+                if now - answered > limit:
+                    why = "its process or machine is gone, or the network between is cut"
+                    unanswered = f"its store has not answered for {self.timeout:g} s (timeout)"
+                    self.fail(0, f"rank 0 cannot be reached: {unanswered}; {why}")
                 continue
-            except RuntimeError:
-                fault, heard = (0, f"rank 0 {GONE}"), {}
-            answer, answered, beats = None, now, beats + 1
-            for rank, (suspects, *beat) in heard.items():
-                self._seen[rank].hear(beat, now)
-                self._suspected = self._suspected or (now if suspects else 0.0)
-            if fault is not None:
-                self.fail(*fault)
-            else:
-                self._accuse(now)
+            if answer is not None:
+                try:
+                    fault, suspicion, beats = answer.result()
+                except RuntimeError:
+                    fault, suspicion, beats = (0, f"rank 0 {GONE}"), False, {}
+                heard |= {rank: (beat, now) for rank, beat in beats.items() if beat != heard.get(rank, (None, 0))[0]}
+                suspected = suspected or now * suspicion
+                if fault is not None:
+                    self.fail(*fault)
+                else:
+                    self._accuse(heard, now, limit, suspected)
+            answer, answered = in_background(partial(self._exchange, store, [now, idle], set(heard))), now
 
-    def _exchange(self, store: Store, count: int) -> tuple[tuple[int, str] | None, dict[int, Any]]:
+    def _exchange(
+        self, store: Store, beat: list[int], known: set[int]
+    ) -> tuple[tuple[int, str] | None, bool, dict[int, list[int]]]:
         """Tells the store of this rank; the fault that is written down there, and the beats of those it watches."""
-        beat = [self._suspected > 0, count, self._progress(), bool(self._busy())]
         store.set(f"beat/{self.rank}", json.dumps(beat))
-        begun = [rank for rank, one in self._seen.items() if one.beat[0] is not None or store.check([f"beat/{rank}"])]
+        if self._lost_connection:
+            store.set(SUSPICION, "1")
+        begun = [rank for rank in self._watched if rank in known or store.check([f"beat/{rank}"])]
         beats = store.multi_get([f"beat/{rank}" for rank in begun]) if begun else []
         fault = tuple(json.loads(store.get(FAULT))) if store.check([FAULT]) else None
-        return fault, dict(zip(begun, map(json.loads, beats), strict=True))
+        return fault, store.check([SUSPICION]), dict(zip(begun, map(json.loads, beats), strict=True))
 
-    def _accuse(self, now: float) -> None:
+    def _accuse(self, heard: dict[int, tuple[list[int], int]], now: int, limit: float, suspected: int) -> None:
         """Reports the first of those it watches that is lost or hangs."""
-        for rank, one in self._seen.items():
-            # If a rank is known to have gone, four beats are enough.
-            if self._suspected and now - max(one.alive, self._suspected - 1) > 4 * self._pause:
+        for rank in self._watched:
+            (_, idle), alive = heard.get(rank, ([0, 0], 0))
+            if suspected and now - max(alive, suspected) > SOON:
                 return self.report(rank, f"rank {rank} {GONE}")
-            if reason := one.judge(now, self.timeout):
-                text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
-                quiet = [now - other.alive > self.timeout / 2 for other in self._seen.values()]
-                if reason == SILENT and len(quiet) > 1 and all(quiet):
-                    text += ", nor has any other: the network of rank 0 may be cut"
-                return self.report(rank, text)
-        if self._lost_connection and now - self._suspected > self.timeout:
+            if now - alive > limit or idle > limit:
+                what = "has given no sign of life" if now - alive > limit else "has work and made no progress"
+                return self.report(rank, f"rank {rank} {what} for {self.timeout:g} s (timeout)")
+        if self._lost_connection and now - suspected > limit:
             self.report(self.rank, self._lost_connection)
-        return None
-
-
-class RankHeartbeat:
-    """What a watcher remembers of a rank."""
-
-    def __init__(self) -> None:
-        self.beat: Sequence[Any] = (None, None, False)
-        self.alive = self.moved = time.monotonic()
-
-    def hear(self, beat: Sequence[Any], now: float) -> None:
-        count, progress, busy = beat
-        if count != self.beat[0]:
-            self.alive = now
-        if progress != self.beat[1] or not busy:
-            self.moved = now
-        self.beat = beat
-
-    def judge(self, now: float, timeout: float) -> str | None:
-        if now - self.alive > timeout:
-            return SILENT
-        if self.beat[2] and now - self.moved > timeout:
-            return "has work and made no progress"
         return None
 
 

@@ -6,6 +6,7 @@ import pickle
 import queue
 import re
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers.gloo_worlds import impatient
 
 from mheads.common.errors import UserError
 from mheads.distributed import lost_ranks
-from mheads.distributed.lost_ranks import SILENT, RankHeartbeat, Watch
+from mheads.distributed.lost_ranks import Watch
 from mheads.distributed.process_group import World, share_of_cores
 
 TRAIN = ["train", "digits", *TINY]
@@ -36,23 +37,44 @@ def test_a_rank_has_its_share_of_the_cores_that_it_may_use(own, all_here, cores)
     assert share_of_cores(own, all_here) == cores
 
 
-def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_without_progress():
-    seen = RankHeartbeat()
-    start = seen.alive
-    assert seen.judge(start + 9, 10) is None
-    assert seen.judge(start + 11, 10) == SILENT, "also if it never gave one"
-    seen.hear([1, 5, True], start + 11)
-    seen.hear([2, 5, True], start + 22)
-    assert seen.judge(start + 22, 10) == "has work and made no progress"
-    seen.hear([3, 6, True], start + 22)
-    assert seen.judge(start + 23, 10) is None
-    seen.hear([4, 6, False], start + 40)
-    assert seen.judge(start + 41, 10) is None, "who waits for others is innocent"
-    seen.hear([5, 6, False], start + 60)
-    seen.hear([6, 6, True], start + 61)
-    assert seen.judge(start + 62, 10) is None, "also when it gets work at last"
-    seen.hear([7, 6, True], start + 71)
-    assert seen.judge(start + 71, 10) == "has work and made no progress"
+HANGS, SILENT = "rank {} has work and made no progress for 0.5 s", "rank {} has given no sign of life for 0.5 s"
+OTHERS = {  # of three ranks: those that give beats, those of them that are busy, and what all say in the end
+    "one hangs": ({0, 1, 2}, {1}, HANGS.format(1)),
+    "the main rank hangs": ({0, 1, 2}, {0}, HANGS.format(0)),
+    "one never began": ({0, 1}, set(), SILENT.format(2)),
+    "the main rank never began": ({1, 2}, set(), SILENT.format(0)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_who_is_silent_is_lost_who_is_busy_without_progress_hangs_and_who_waits_is_innocent(case, monkeypatch):
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 3600.0)
+    there, busy, said = OTHERS[case]
+    store, heard = dist.HashStore(), queue.SimpleQueue()
+    watches = [Watch(store, rank, 3, 0.5) for rank in sorted(there)]
+    for one in watches:
+        one.tell(heard.put, busy=lambda one=one: one.rank in busy)
+    assert [said in str(heard.get(timeout=60)) for _ in watches] == [True] * len(watches)
+    for one in watches:
+        one.end()
+
+
+def test_who_is_busy_and_makes_progress_is_innocent(monkeypatch):
+    """For three times the timeout, in beats of 50 ms."""
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 3600.0)
+    store, counts, beaten = dist.HashStore(), itertools.count(), threading.Semaphore(0)
+
+    def progress():
+        beaten.release()
+        return next(counts)
+
+    watches = [Watch(store, rank, 2, 0.5) for rank in (0, 1)]
+    watches[1].tell(progress=progress, busy=lambda: True)
+    for _ in range(30):
+        assert beaten.acquire(timeout=60)
+    for one in watches:
+        one.check()
+        one.end()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.distributed.launcher import Launch
 from mheads.distributed.lost_ranks import FAULT, GONE, TIMEOUT, RankFailure, Watch
-from mheads.distributed.rendezvous import ask, await_keys, in_background, rendezvous, use_interface
+from mheads.distributed.rendezvous import ask, await_keys, in_background, rendezvous
 from mheads.engine.threads import own_cores
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ NEVER = timedelta(days=365)  # gloo must not judge by the clock
 ALL_PAIRS = 64  # ranks up to which each is connected with each at the start
 NETWORK = (
     "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
-    "GLOO_SOCKET_IFNAME to the interface that they have in common"
+    "GLOO_SOCKET_IFNAME on each host to its interface to the others: by itself gloo takes that of the host's name"
 )
 
 
@@ -57,10 +57,11 @@ class World:
         What goes wrong is a failure, which `watch.check` raises. gloo waits for as long as it is told to wait for
         everything, so it connects in the background, while the watch goes on.
         """
-        interface, store, own = use_interface(self.launch), self.store.clone(), (_machine(), own_cores())
-        store.set(f"place/{self.rank}", f"rank {self.rank} ({socket.gethostname()}, {interface or 'any interface'})")
+        if self.launch.one_host:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n.startswith("lo")))
         if self.size > ALL_PAIRS:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        store, own = self.store.clone(), (_machine(), own_cores())
         cores: list[Any] = [None] * self.size
 
         def connect() -> None:
@@ -75,12 +76,11 @@ class World:
                 self.watch.check()
                 if self.is_main and time.monotonic() > end:
                     every = [f"connected/{rank}" for rank in range(self.size)]
-                    missing = await_keys(store, every, 0) or every
-                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
+                    who = ", ".join(key.replace("connected/", "rank ") for key in await_keys(store, every, 0) or every)
                     self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
                 time.sleep(0.02)
             if (error := connecting.exception()) is not None:
-                why = f"rank {self.rank} cannot use the network ({interface}): {str(error).splitlines()[0]}"
+                why = f"rank {self.rank} cannot use the network: {str(error).splitlines()[0]}"
                 self.watch.report(self.rank, f"{why}; {NETWORK}")
             self.watch.check()
             self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
@@ -106,24 +106,22 @@ class World:
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the main rank in any of these facts."""
-        key, here = f"{what}/{next(self._agreements)}", socket.gethostname()
-        self.post(f"{key}/{self.rank}", (here, facts))
+        key = f"{what}/{next(self._agreements)}"
+        self.post(f"{key}/{self.rank}", facts)
 
-        def differences() -> list[str]:
-            lines = []
-            for rank in range(1, self.size):
-                host, theirs = self.take(f"{key}/{rank}")
-                at = "" if host == here else f" ({host})"
-                for name, value in facts.items():
-                    if theirs.get(name) != value:
-                        values = f"{short(theirs.get(name))} there, {short(value)} on rank 0"
-                        lines.append(f"  rank {rank}{at} has another {name}: {values}")
-            return lines
+        def refuse() -> None:
+            theirs = {rank: self.take(f"{key}/{rank}") for rank in range(1, self.size)}
+            lines = [
+                f"  rank {rank} has another {name}: {short(found.get(name))} there, {short(value)} on rank 0"
+                for rank, found in theirs.items()
+                for name, value in facts.items()
+                if found.get(name) != value
+            ]
+            if lines:
+                more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+                raise UserError("the ranks do not agree:\n" + "\n".join(lines[:10] + more))
 
-        disagreements = self.share(f"{what}-differences", differences)
-        if disagreements:
-            more = [f"  and {len(disagreements) - 10} more"] if len(disagreements) > 10 else []
-            raise UserError("the ranks do not agree:\n" + "\n".join(disagreements[:10] + more))
+        self.share(f"{what}-differences", refuse)
 
     def post(self, key: str, value: Any) -> None:
         """Leaves a note for other ranks, from any thread."""

@@ -1,17 +1,11 @@
-"""How the ranks of a launch find each other: torch's store, and the network interface that they use.
-
-    store = rendezvous(launch, 60.0)
-    use_interface(launch)
+"""How the ranks of a launch find each other: torch's store, once all are there.
 
 Rank 0 keeps the store, unless torchrun does: the others lose it when rank 0 ends.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +21,6 @@ from mheads.distributed.launcher import Launch
 
 T = TypeVar("T")
 Store = Any  # torch.distributed.Store, whose `clone` has no annotation
-ELSEWHERE = "192.0.2.1"  # an address of documentation (RFC 5737): whatever leads there is the default route
 
 
 def rendezvous(launch: Launch, seconds: float) -> Store:
@@ -130,44 +123,3 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-# The network interface.
-
-
-def use_interface(launch: Launch) -> str | None:
-    """Have gloo use the interface that leads to the other ranks, unless the user has named one.
-
-    By itself gloo takes the address of the host's name, which on many clusters is another network or 127.0.1.1.
-    """
-    variable = "GLOO_SOCKET_IFNAME"
-    if variable not in os.environ:
-        own: str | None = "127.0.0.1"
-        if not launch.one_host:
-            # On its own host the name of rank 0 may be a loopback address, where the other hosts could not find it.
-            towards = (_address_towards(target) for target in (launch.address, ELSEWHERE))
-            own = next((address for address in towards if address and not address.startswith("127.")), None)
-        name = own and _interface_with(own)
-        if name:
-            os.environ[variable] = name
-    return os.environ.get(variable)
-
-
-def _address_towards(target: str) -> str | None:
-    """This host's address on the way to another; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((target, 9))
-        address: str = probe.getsockname()[0]
-        return address
-    return None
-
-
-def _interface_with(address: str) -> str | None:
-    siocgifaddr = 0x8915  # Linux: the IPv4 address of an interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                reply = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None

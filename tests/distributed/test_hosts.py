@@ -64,9 +64,14 @@ class Network:
         """The command on all hosts, a rank each, with what somebody would set by hand."""
         common = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": "29500"}
         return [
-            Running(*args, before=partial(before, host), env={**common, "RANK": str(rank)})
+            Running(*args, before=partial(before, host), env={**common, **towards_others(rank), "RANK": str(rank)})
             for rank, host in enumerate(self.hosts)
         ]
+
+
+def towards_others(rank):
+    """What a user says of a host whose name is not the address that others know."""
+    return {"GLOO_SOCKET_IFNAME": f"fast{rank}"}
 
 
 def ip(*args):
@@ -176,8 +181,7 @@ def test_hosts_that_cannot_connect_to_each_other_are_named(network, tmp_path):
         network.isolate(set())
     assert [one.code for one in done] == [3, 3, 3], "\n".join(one.err for one in done)
     for one in done:
-        assert "not connected to all others after 2 s: rank 1 (" in one.err
-        assert ", fast1), rank 2 (" in one.err
+        assert "not connected to all others after 2 s: rank 1, rank 2; check that every host" in one.err
         assert "GLOO_SOCKET_IFNAME" in one.err
 
 
@@ -187,9 +191,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def start(*command, folder):
+def start(*command, folder, **more):
     """A launcher at work, which ends what it started when it is told to."""
-    env = {**os.environ, **AS_ROOT, "PYTHONPATH": PYTHONPATH, "COLUMNS": "200", "TMPDIR": str(folder)}
+    env = {**os.environ, **AS_ROOT, **more, "PYTHONPATH": PYTHONPATH, "COLUMNS": "200", "TMPDIR": str(folder)}
     return subprocess.Popen(
         list(map(str, command)), env=env, cwd=folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -226,7 +230,7 @@ def test_torchrun_on_two_hosts(network, undisturbed, tmp_path):
     meet = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", network.addresses[0], "--master-port", 29511]
     launched = [
         start("ip", "netns", "exec", host, *TORCHRUN, *meet, "--node-rank", rank, "-m", "mheads", *TRAIN, "-f", run,
-              folder=tmp_path)
+              folder=tmp_path, **towards_others(rank))
         for rank, host in enumerate(network.hosts[:2])
     ]  # fmt: skip
     first, second = map(finish, launched)

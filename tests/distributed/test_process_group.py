@@ -128,8 +128,8 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
             world.share("what", decide)
     assert [world.share("what", decide) for world in worlds] == [2, 2, 2]
     for rank in (2, 1):
-        store.set(f"facts/3/{rank}", pickle.dumps(("a host", {"n": 3 if rank == 1 else 4})))
-    with pytest.raises(UserError, match=r"rank 2 \(a host\) has another n: 4 there, 3 on rank 0"):
+        store.set(f"facts/3/{rank}", pickle.dumps({"n": 3 if rank == 1 else 4}))
+    with pytest.raises(UserError, match="rank 2 has another n: 4 there, 3 on rank 0"):
         worlds[0].compare("facts", {"n": 3})
 
 
@@ -193,7 +193,7 @@ def another_version():
 
 
 GONE = r"error: rank {} (has ended, or its connection|has given no sign of|cannot be)"
-NOT_CONNECTED = r"not connected to all others after 1.5 s: .*rank 2 \(|rank 2 has given no sign of"
+NOT_CONNECTED = r"not connected to all others after 1.5 s: .*rank 2|rank 2 has given no sign of"
 # Of each: further arguments, what happens on some ranks (arguments or a function), the exit codes, and what each says.
 ENDS = {
     "another recipe": ([], {2: ["seed=7"]}, [2, 2, 2], ["rank 2 has another seed: 7 there, 0 on rank 0", "", ""]),
@@ -213,7 +213,7 @@ ENDS = {
         ["placement={trunk: 0, conv/0: 5}"], {}, [2, 2], ["placement needs ranks 0 to 5, but 2 are running", ""],
     ),
     "an interface that is not there": (
-        [], {1: no_such_network}, [3, 3], [r"rank 1 cannot use the network \(nowhere0\): "] * 2,
+        [], {1: no_such_network}, [3, 3], ["rank 1 cannot use the network: "] * 2,
     ),
     "dead before it connects": (
         ["timeout=1.5"], {2: dead_before_it_connects}, [3, 3, -9], [NOT_CONNECTED, NOT_CONNECTED, ""],

@@ -1,4 +1,4 @@
-"""Ranks that find each other, in spite of what is in the way, and the interface that they use."""
+"""Ranks that find each other, in spite of what is in the way."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from helpers.gloo_worlds import by_hand, by_mpirun, free_port, run_each
 from mheads.common.errors import UserError
 from mheads.distributed import rendezvous as meeting
 from mheads.distributed.launcher import Launch, detect
-from mheads.distributed.rendezvous import rendezvous, use_interface
+from mheads.distributed.rendezvous import rendezvous
 
 
 def meet(_, timeout):
@@ -19,19 +19,19 @@ def meet(_, timeout):
     import torch.distributed as dist
 
     launch = detect()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = rendezvous(launch, timeout)
-    interface = use_interface(launch)
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.size)
     total = torch.tensor(launch.rank)
     dist.all_reduce(total)
     store.add("done", 1)
     while launch.rank == 0 and store.add("done", 0) < launch.size:  # the store ends with rank 0
         time.sleep(0.01)
-    return int(total), interface
+    return int(total)
 
 
 def test_ranks_on_one_host_meet_at_a_port_of_their_job():
-    assert run_each(meet, by_mpirun(3), 20.0) == [(3, "lo")] * 3
+    assert run_each(meet, by_mpirun(3), 20.0) == [3] * 3
 
 
 def test_missing_ranks_are_named():
@@ -49,8 +49,8 @@ def test_a_rank_that_is_started_twice_is_refused():
 
 def test_ranks_meet_at_an_address():
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert run_each(meet, by_mpirun(2, **master), 20.0) == [(1, "lo")] * 2
-    assert run_each(meet, by_hand(2), 20.0) == [(1, "lo")] * 2
+    assert run_each(meet, by_mpirun(2, **master), 20.0) == [1] * 2
+    assert run_each(meet, by_hand(2), 20.0) == [1] * 2
 
 
 @pytest.mark.parametrize("agents", [True, False])
@@ -63,7 +63,7 @@ def test_ranks_of_torchrun_meet_in_the_store_of_its_agent_or_of_rank_0(agents):
         common["TORCHELASTIC_RESTART_COUNT"] = restart
         port = {"MASTER_PORT": str(agent.port)} if agents else {}
         environs = [{**one, **common, **port, "LOCAL_RANK": one["RANK"]} for one in by_hand(2)]
-        assert run_each(meet, environs, 20.0) == [(1, "lo")] * 2
+        assert run_each(meet, environs, 20.0) == [1] * 2
 
 
 @pytest.mark.parametrize("agent", [False, True])
@@ -99,32 +99,3 @@ def test_a_port_in_use_is_named():
 def test_the_store_of_one_host_listens_to_no_other(one_host, expected):
     with meeting._listen(Launch("env", 0, 3, 0, one_host, "127.0.0.1", free_port())) as listener:
         assert listener.getsockname()[0] in expected
-
-
-# The interface: to reach hosts (addresses on the way to each, names of interfaces by address).
-
-HERE = Launch("mpirun", 0, 3, 0, True)
-THERE = Launch("srun", 0, 4, 0, False, "n1", 29500)
-INTERFACES = {
-    "one host": (HERE, {}, "lo"),
-    "several hosts": (THERE, {"n1": "10.1.0.9"}, "ib0"),
-    "rank 0, whose name is a loopback address": (THERE, {"n1": "127.0.1.1", meeting.ELSEWHERE: "192.168.0.2"}, "eth0"),
-    "no way to rank 0": (THERE, {}, None),
-}
-
-
-@pytest.mark.parametrize("name", INTERFACES)
-def test_gloo_uses_the_interface_that_leads_to_rank_0(name, monkeypatch):
-    launch, ways, expected = INTERFACES[name]
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    if launch is THERE:
-        monkeypatch.setattr(meeting, "_address_towards", ways.get)
-        names = {"10.1.0.9": "ib0", "192.168.0.2": "eth0", "127.0.1.1": "lo"}
-        monkeypatch.setattr(meeting, "_interface_with", names.get)
-    assert use_interface(launch) == os.environ.get("GLOO_SOCKET_IFNAME") == expected
-
-
-def test_the_interface_that_the_user_names_stays(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert use_interface(HERE) == "ib0"

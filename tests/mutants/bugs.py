@@ -1487,8 +1487,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "the last rank is not compared",
-                    "for rank in range(1, self.size):\n                host",
-                    "for rank in range(1, self.size - 1):\n                host",
+                    "for rank in range(1, self.size)}",
+                    "for rank in range(1, self.size - 1)}",
                 ),
                 Bug(
                     "a mistake of the main rank is found by nobody else",

@@ -78,32 +78,31 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
     if not 0 <= _integer(given, "SLURM_STEP_ID", -1) < RESERVED_STEPS:  # a batch script has SLURM_PROCID=0 as well
         given = {name: value for name, value in given.items() if not name.startswith("SLURM_")}
     complete = [row for row in LAUNCHERS if all(name in given for name in row.needed)]
-    if not complete:
-        begun = next((row for row in LAUNCHERS if row.rank in given or row.size in given), None)
-        if begun is None:
-            return None
-        raise _incomplete(begun, given)
-    outer = next((_read(row, given) for row in complete if row is not TORCHRUN), None)
-    if TORCHRUN in complete:
-        inner = _read(TORCHRUN, given)
-        if outer is None or outer.size == 1:
-            return inner
-        if inner.launcher == "torchrun":
-            if given.get("GROUP_WORLD_SIZE") == "1":
-                raise UserError(
-                    f"{outer.launcher} started {outer.size} copies of torchrun, which know nothing of each other "
-                    f"(GROUP_WORLD_SIZE=1): give them --nnodes {outer.size} --rdzv-backend c10d "
-                    f"--rdzv-endpoint HOST:PORT, or start torchrun once"
-                )
-            return inner
-    assert outer is not None
-    by_hand = (TORCHRUN.rank, TORCHRUN.size)
-    for name, value in zip(by_hand, (outer.rank, outer.size), strict=True):
-        if _integer(given, name, value) != value:
+    for row in LAUNCHERS if not complete else ():
+        if row.rank in given or row.size in given:
+            here, missing = ([name for name in row.needed if (name in given) is there] for there in (True, False))
             raise UserError(
-                f"{_show(given, by_hand)}, but {outer.launcher} says rank {outer.rank} of {outer.size}: "
-                f"unset RANK and WORLD_SIZE, {outer.launcher} is enough"
+                f"{_show(given, here)} without {', '.join(missing)}: start with {row.name}, which sets all of them, "
+                f"or unset {', '.join(here)} to train in one process"
             )
+    inner = _read(TORCHRUN, given) if TORCHRUN in complete else None
+    outer = next((_read(row, given) for row in complete if row is not TORCHRUN), None)
+    if outer is None or (outer.size == 1 and inner is not None):
+        return inner
+    if inner is not None and inner.launcher == "torchrun":
+        if given.get("GROUP_WORLD_SIZE") == "1":
+            raise UserError(
+                f"{outer.launcher} started {outer.size} copies of torchrun, which know nothing of each other "
+                f"(GROUP_WORLD_SIZE=1): give them --nnodes {outer.size} --rdzv-backend c10d "
+                f"--rdzv-endpoint HOST:PORT, or start torchrun once"
+            )
+        return inner
+    by_hand = {TORCHRUN.rank: outer.rank, TORCHRUN.size: outer.size}
+    if any(_integer(given, name, value) != value for name, value in by_hand.items()):
+        raise UserError(
+            f"{_show(given, by_hand)}, but {outer.launcher} says rank {outer.rank} of {outer.size}: "
+            f"unset RANK and WORLD_SIZE, {outer.launcher} is enough"
+        )
     return outer
 
 
@@ -156,14 +155,6 @@ def first_host(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+", first):
         raise UserError(f"{text!r} is not a list of hosts such as n[03-05,7],login: set MASTER_ADDR")
     return first
-
-
-def _incomplete(row: Launcher, given: Mapping[str, str]) -> UserError:
-    here, missing = ([name for name in row.needed if (name in given) is there] for there in (True, False))
-    return UserError(
-        f"{_show(given, here)} without {', '.join(missing)}: start with {row.name}, which sets all of them, "
-        f"or unset {', '.join(here)} to train in one process"
-    )
 
 
 def _integer(given: Mapping[str, str], name: str, default: int) -> int:

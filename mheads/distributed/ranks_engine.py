@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,12 +66,6 @@ class EngineOnRank(ThreadsEngine):
         with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
             return self.world.share("decision", plain), kept[0] if kept else None
 
-    def tell_all(self, value: T) -> list[T]:
-        """What each rank has to say, by rank."""
-        told: list[Any] = [None] * self.world.size
-        self.collectives.together(lambda: dist.all_gather_object(told, value))
-        return told
-
     def close(self) -> None:
         self.world.watch.tell()
         self.collectives.close()
@@ -118,24 +113,27 @@ class RanksEngine(EngineOnRank):
 
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
-        own, stop = (self.asked_to_stop, *self._losses(task)), 0
-        for asked, totals, members, rows, *blocks in self.tell_all(own):
-            stop = stop or asked
-            task.totals |= totals
+        own, stop = (torch.tensor(self.asked_to_stop), *self._losses(task)), 0
+        told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
+        for asked, totals, members, (start, end), *blocks in told.values():
+            stop = stop or int(asked)
+            task.totals |= {(int(m), int(i)): total for m, i, total in totals.tolist()}
             for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
-                whole[members, rows] = block
+                whole[members.cpu(), start:end] = block.cpu()
         return task.report(stop)
 
-    def _losses(self, task: TrainingStep) -> tuple[Any, ...]:
-        """What this rank tells of the losses: totals by (member, micro-batch); members, rows, and for these the losses
-        and the assignment. Of losses that need all members, the first rank of a replica tells."""
+    def _losses(self, task: TrainingStep) -> tuple[Tensor, ...]:
+        """What this rank tells of the losses: totals as (member, micro-batch, total); members, rows, and for these the
+        losses and the assignment. Of losses that need all members, the first rank of a replica tells."""
         slot, share = self.world.rank % self.placement.slots, task.mine
         members = list(range(task.tree.num_members)) if slot == 0 else []
         if task.loss.separable:
             members = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
-        rows = slice(task.slices[share[0]].start, task.slices[share[-1]].stop) if share else slice(0)
-        totals = {place: float(total) for place, total in task.totals.items() if place[0] in members}
-        return totals, members, rows, task.losses[members, rows], task.assignment[members, rows]
+        start, end = (task.slices[share[0]].start, task.slices[share[-1]].stop) if share else (0, 0)
+        totals = [(m, i, float(total)) for (m, i), total in task.totals.items() if m in members]
+        tables = torch.tensor(totals, dtype=torch.float64).view(-1, 3), torch.tensor(members, dtype=torch.int64)
+        blocks = task.losses[members, start:end], task.assignment[members, start:end]
+        return *tables, torch.tensor([start, end]), *blocks
 
     # Evaluation.
 

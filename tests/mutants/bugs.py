@@ -1341,13 +1341,13 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a signal to another rank is not heard",
-                    "stop = stop or asked",
-                    "stop = stop or own[0]",
+                    "stop = stop or int(asked)",
+                    "stop = stop or int(own[0])",
                     tests='tests/distributed/test_faults.py -k "signal_to_one and 2-1"',
                 ),
                 Bug(
                     "losses of other ranks do not reach this one",
-                    "whole[members, rows] = block",
+                    "whole[members.cpu(), start:end] = block.cpu()",
                     "pass",
                 ),
                 Bug(

@@ -1,7 +1,7 @@
 """Who started this process: a table of the variables that each launcher sets, and what they say together.
 
 A plain command in an sbatch script or an salloc shell is one process, however many tasks the job has: only srun starts
-tasks. `hint` says so to whoever forgot it.
+tasks.
 """
 
 from __future__ import annotations
@@ -104,14 +104,6 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
             f"unset RANK and WORLD_SIZE, {outer.launcher} is enough"
         )
     return outer
-
-
-def hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What a process that nobody launched should tell its user: several tasks were reserved, and one is used."""
-    tasks = environ.get("SLURM_NTASKS", "")
-    if not tasks.isdecimal() or int(tasks) < 2 or detect(environ) is not None:
-        return None
-    return f"SLURM_NTASKS={tasks}, but this command was not started by srun: one process; srun starts {tasks}"
 
 
 def _read(row: Launcher, given: Mapping[str, str]) -> Launch:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from mheads.common.safe_yaml import short
 from mheads.distributed.launcher import Launch
 from mheads.distributed.lost_ranks import FAULT, GONE, TIMEOUT, RankFailure, Watch
 from mheads.distributed.rendezvous import ask, await_keys, in_background, rendezvous
-from mheads.engine.threads import own_cores
+from mheads.engine.threads import own_cores, share_of_cores
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n.startswith("lo")))
         if self.size > ALL_PAIRS:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        store, own = self.store.clone(), (_machine(), own_cores())
+        store, own = self.store.clone(), (socket.gethostname(), own_cores())
         cores: list[Any] = [None] * self.size
 
         def connect() -> None:
@@ -83,7 +82,7 @@ class World:
                 why = f"rank {self.rank} cannot use the network: {str(error).splitlines()[0]}"
                 self.watch.report(self.rank, f"{why}; {NETWORK}")
             self.watch.check()
-            self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
+            self.cores = share_of_cores(own[1], [cpus for host, cpus in cores if host == own[0]])
 
     def wire_device(self, device: torch.device) -> torch.device:
         """Where the collectives of this world take tensors from: NCCL from GPUs, gloo from the host."""
@@ -171,15 +170,3 @@ class World:
         if self.is_main:
             left = [f"left/{rank}" for rank in range(self.size)]
             ask(self.store, lambda store: await_keys(store, left, TO_LEAVE), TO_LEAVE + 1)
-
-
-def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:
-    """How many cores a rank has for itself: a launcher may have bound each rank of a machine to its own, or none."""
-    return max(1, int(sum(1 / sum(cpu in cpus for cpus in all_here) for cpu in own) + 1e-9))
-
-
-def _machine() -> str:
-    """The same for all ranks of one machine, in whichever container."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()

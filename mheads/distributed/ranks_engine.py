@@ -66,6 +66,11 @@ class EngineOnRank(ThreadsEngine):
         with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
             return self.world.share("decision", plain), kept[0] if kept else None
 
+    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        there = [{name: t.clone() for name, t in tensors.items() if not name.startswith("progress/")}]
+        self.collectives.together(lambda: dist.broadcast_object_list(there, src=0))
+        return tensors if self.is_main else there[0]
+
     def close(self) -> None:
         self.world.watch.tell()
         self.collectives.close()
@@ -154,7 +159,7 @@ class RanksEngine(EngineOnRank):
                 targets = read.targets if isinstance(read, Reader) else read().targets
                 yield whole.outputs, self.to_device(targets)
 
-    # Bringing tensors together, and handing them out.
+    # Bringing tensors together.
 
     def _gather_on_main(self, own: Value) -> list[Value]:
         """The values of all ranks on the main rank; elsewhere this rank's alone."""
@@ -172,18 +177,6 @@ class RanksEngine(EngineOnRank):
         for part in self._gather_on_main(tensors):
             gathered |= part
         return gathered if self.is_main else {}
-
-    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        def of(rank: int) -> dict[str, Tensor]:
-            prefixes = tuple(
-                f"{kind}/stages.{s}." for kind in ("model", "optim") for s in self.placement.stages_on(rank)
-            )
-            return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
-
-        given = [of(rank) for rank in range(self.world.size)] if self.is_main else None
-        taken: list[dict[str, Tensor]] = [{}]
-        self.collectives.together(lambda: dist.scatter_object_list(taken, given, src=0))
-        return taken[0] | {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
 
 
 def make_groups(placement: Placement, rank: int) -> dict[tuple[int, ...], Group]:

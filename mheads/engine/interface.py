@@ -59,8 +59,8 @@ class Engine(Protocol):
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Brings the tensors of all stages, by name, to the main rank."""
 
-    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Hands out the main rank's tensors: returns those of the stages that are here."""
+    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the main rank has, on all ranks."""
 
     @property
     def writers(self) -> dict[str, int]:

@@ -233,7 +233,7 @@ class ThreadsEngine:
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
 
-    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
 
     @property
@@ -270,6 +270,11 @@ def check_micro_batches(net: TreeNet, micro_batches: int) -> None:
 def own_cores() -> list[int]:
     """The cores that this process may use: a launcher may have bound it to some."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:
+    """How many cores a process has for itself, where those of this machine may use these, alone or with others."""
+    return max(1, int(sum(1 / sum(cpu in cpus for cpus in all_here) for cpu in own) + 1e-9))
 
 
 def available_cores() -> int:

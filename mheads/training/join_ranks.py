@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mheads.common.errors import UserError, as_user_error
-from mheads.distributed.launcher import detect, hint
+from mheads.distributed.launcher import detect
 
 if TYPE_CHECKING:
     from mheads.common.console import Console
@@ -51,7 +51,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[ThisR
     single rank meets is printed with its number.
     """
     launch = detect()
-    if launch is None and (advice := hint()):
+    if launch is None and (advice := advise_srun(os.environ)):
         console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
         yield ThisRank()
@@ -87,6 +87,14 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[ThisR
         if world.is_main:
             raise stopped
         leave(stopped.exit_code)  # type: ignore[attr-defined]
+
+
+def advise_srun(environ: Mapping[str, str]) -> str | None:
+    """What a process that nobody launched should tell its user: several tasks were reserved, and one is used."""
+    tasks = environ.get("SLURM_NTASKS", "")
+    if not tasks.isdecimal() or int(tasks) < 2:
+        return None
+    return f"SLURM_NTASKS={tasks}, but this command was not started by srun: one process; srun starts {tasks}"
 
 
 def _has_viewer() -> bool:

@@ -101,4 +101,5 @@ def load_stages(
                 f"rank {engine.rank} cannot read checkpoint {checkpoints.path(step)} ({error}), which the main rank "
                 "found whole: look at the disk or its mount there, and give the same command again"
             ) from error
-    return engine.scatter(tensors or {})
+    whole = engine.broadcast(tensors or {})
+    return {name: tensor for name, tensor in whole.items() if checkpoints.wanted(name)}

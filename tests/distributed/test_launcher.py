@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads.common.errors import UserError
-from mheads.distributed.launcher import Launch, detect, first_host, hint
+from mheads.distributed.launcher import Launch, detect, first_host
+from mheads.training.join_ranks import advise_srun
 
 MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29511"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", **MASTER}
@@ -144,10 +145,11 @@ def test_variables_that_cannot_be_are_refused_with_their_values_and_a_remedy(nam
 
 
 def test_a_forgotten_srun_is_one_process_that_says_so():
-    assert "SLURM_NTASKS=5" in hint(SBATCH)
-    assert "srun starts 5" in hint(SALLOC)
-    for environ in (SRUN, {**SBATCH, **TORCHRUN}, {**SBATCH, "SLURM_NTASKS": "1"}, {}):
-        assert hint(environ) is None
+    for forgotten in (SBATCH, SALLOC):
+        assert detect(forgotten) is None
+        assert "SLURM_NTASKS=5" in advise_srun(forgotten) and "srun starts 5" in advise_srun(forgotten)
+    for meant in ({**SBATCH, "SLURM_NTASKS": "1"}, {}):
+        assert advise_srun(meant) is None
 
 
 HOSTS = {

@@ -17,7 +17,8 @@ from helpers.gloo_worlds import impatient
 from mheads.common.errors import UserError
 from mheads.distributed import lost_ranks
 from mheads.distributed.lost_ranks import Watch
-from mheads.distributed.process_group import World, share_of_cores
+from mheads.distributed.process_group import World
+from mheads.engine.threads import share_of_cores
 
 TRAIN = ["train", "digits", *TINY]
 

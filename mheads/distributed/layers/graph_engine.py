@@ -202,12 +202,6 @@ class GraphEngine(EngineOnRank):
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors if self.is_main else {}
 
-    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
-        there = [own]
-        self.collectives.together(lambda: dist.broadcast_object_list(there, src=0))
-        return tensors if self.is_main else there[0]
-
 
 def _content(tensor: Tensor) -> Tensor:
     """The gradient of a parameter, or a buffer itself."""

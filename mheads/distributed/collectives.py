@@ -21,11 +21,11 @@ from torch.nn.functional import pad
 
 from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value, leaves, map_leaves
+from mheads.distributed.planning.step_plan import Key, Order
 from mheads.engine.gradient_sums import add_subtrees
 from mheads.engine.threads import Workers
 
 T = TypeVar("T")
-Key = tuple[Any, ...]  # of a collective: its kind, then what tells it from others of that kind
 Group = dist.ProcessGroup | None  # None: all ranks
 HEADER = 64  # bytes at the start of a block, of which two lengths are used: tensors begin at multiples of it
 
@@ -34,7 +34,7 @@ HEADER = 64  # bytes at the start of a block, of which two lengths are used: ten
 class Collective:
     """`run` takes the inputs of this rank, by name; `order` is the same on all ranks."""
 
-    order: tuple[Any, ...]
+    order: Order
     inputs: int
     run: Callable[[dict[Any, Value]], None]
     given: SimpleQueue[tuple[Any, Value]] = field(default_factory=SimpleQueue)

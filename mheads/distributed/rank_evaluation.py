@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.planning.placement import Division
+from mheads.distributed.planning.step_plan import plan_step
 from mheads.distributed.rank_training_step import SharedOutputs
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.training_step import FORWARD
@@ -28,7 +29,9 @@ class EvaluationWindow:
         self.outputs: dict[int, dict[str, Value]] = {i: {} for i in self.passes}
 
     def start(self) -> None:
-        self.engine.collectives.plan(self.down.planned)
+        engine, division = self.engine, self.division
+        steps = plan_step(engine.net.tree, division, engine.replica, engine.stages.facts, (), None)
+        self.engine.collectives.plan({key: self.down.plan(order, *key[1:]) for key, order in steps if key[0] == "down"})
         for i in self.division.begins(self.engine.net.tree, self.me):
             self.passes[i].start()
 

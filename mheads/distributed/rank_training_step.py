@@ -1,12 +1,4 @@
-"""The tasks of a step that belong to one rank, and what the ranks exchange between them.
-
-down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
-       gives its j-th micro-batch
-loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
-up     the gradients of a shared stage's output, summed over the children on a rank: each sum goes to the rank that
-       runs the micro-batch
-sum    the gradients of a stage's weights, summed over all ranks that share it
-"""
+"""The tasks of a step that belong to one rank, and what the ranks exchange between them (`planning/step_plan.py`)."""
 
 from __future__ import annotations
 
@@ -21,8 +13,9 @@ from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
-from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
+from mheads.distributed.collectives import Collective, add_fast, add_ordered, exchange
 from mheads.distributed.planning.placement import Division
+from mheads.distributed.planning.step_plan import Key, Order, plan_step
 from mheads.engine.gradient_sums import Gradients, PairwiseSum, Subtrees, add_subtrees, subtrees, widen
 from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep
 from mheads.losses import Loss
@@ -37,12 +30,11 @@ class SharedOutputs:
 
     def __init__(self, engine: RanksEngine, division: Division, deliver: Callable[[int, Node, Value], None]) -> None:
         self.engine, self.division, self.deliver = engine, division, deliver
-        me = engine.world.rank
-        self.planned: dict[Key, Collective] = {}
-        for name in engine.shared if not division.whole else ():
-            for j, owned in enumerate(division.rounds(name, me)):
-                order, run = (0, engine.net.tree.depths[name], j, name), partial(self._gather, name, owned)
-                self.planned["down", name, j] = Collective(order, int(me in owned), run)
+
+    def plan(self, order: Order, name: str, j: int) -> Collective:
+        """One of the rounds."""
+        owned = self.division.rounds(name, self.engine.rank)[j]
+        return Collective(order, int(self.engine.rank in owned), partial(self._gather, name, owned))
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         if not self.engine.collectives.give(("down", node.name, self.division.round_of(node.name, i)), i, output):
@@ -71,36 +63,27 @@ class RankStep(TrainingStep):
         self._forms: dict[tuple[str, int], list[Tensor]] = {}  # of the gradients of shared outputs
         self._turn = division.turns(self.me)
 
-    # The collectives of the step, in an order that is the same on all ranks.
+    # The collectives of the step.
 
     def _plan(self) -> dict[Key, Collective]:
-        engine, depth = self.engine, self.tree.depths
-        planned = dict(self.down.planned)
-        for name in engine.shared:
-            node = self.tree.nodes[name]
-            for j, owned in enumerate(self.division.rounds(name, self.me)):
-                given = sum(self.me in self.division.parts_of_split(node, i) for i in set(owned.values()))
-                run = partial(self._exchange_gradients, node, owned)
-                planned["up", name, j] = Collective((2, -depth[name], j, name), given, run)
-        if not self.loss.separable and engine.placement.slots > 1:
-            leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
-            for i in self.mine:
-                planned["loss", i] = Collective((1, self._turn[i]), leaves, partial(self._gather_outputs, i))
-        for name, facts in self.stages.facts.items() if not self.division.whole else ():
-            if facts.parameters and len(engine.placement.all_holders(name)) > 1:
-                given = int(bool(self.division.runs(name, self.me)))
-                planned["sum", name] = Collective((3, -depth[name], name), given, partial(self._sum_gradients, name))
-        for key, one in planned.items():
-            one.order = (*self._first(key), *one.order)
-        return planned
+        placement, facts = self.engine.placement, self.stages.facts
+        summed = {name for name in facts if facts[name].parameters and len(placement.all_holders(name)) > 1}
+        groups = self.stages.groups if self.loss.separable else None
+        plan = {"down": self.down.plan, "up": self._plan_up, "loss": self._plan_loss, "sum": self._plan_sum}
+        steps = plan_step(self.tree, self.division, self.engine.replica, facts, summed, groups)
+        return {key: plan[key[0]](order, *key[1:]) for key, order in steps}  # type: ignore[operator]
 
-    def _first(self, key: Key) -> tuple[int, ...]:
-        """What orders collectives before their kind does."""
-        if self.stages.statistics:  # micro-batches follow one another
-            return (key[2] if key[0] == "up" else self._turn[key[1]],)
-        if self.loss.separable:  # so do members that have nothing in common
-            return (self.stages.groups[key[1]],)
-        return ()
+    def _plan_up(self, order: Order, name: str, j: int) -> Collective:
+        node, owned = self.tree.nodes[name], self.division.rounds(name, self.me)[j]
+        given = sum(self.me in self.division.parts_of_split(node, i) for i in set(owned.values()))
+        return Collective(order, given, partial(self._exchange_gradients, node, owned))
+
+    def _plan_loss(self, order: Order, i: int) -> Collective:
+        leaves = self.stages.here(tuple(leaf.name for leaf in self.tree.leaves))
+        return Collective(order, len(leaves), partial(self._gather_outputs, i))
+
+    def _plan_sum(self, order: Order, name: str) -> Collective:
+        return Collective(order, int(bool(self.division.runs(name, self.me))), partial(self._sum_gradients, name))
 
     def start(self) -> None:
         self.engine.collectives.plan(self._plan())

@@ -16,6 +16,7 @@ from typing import Any
 from mheads.common.number_ranges import cuts
 from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.step_plan import Key, Order, plan_step
 from mheads.distributed.planning.wires import Wires
 from mheads.distributed.planning.workload import Workload
 from mheads.engine.gradient_sums import subtrees
@@ -26,7 +27,7 @@ from mheads.engine.training_step import BACKWARD, FORWARD
 class Collective:
     """`slots` run it together once `missing` inputs have been given and it is the next one of each."""
 
-    order: tuple[Any, ...]
+    order: Order
     slots: Sequence[int]
     missing: int
     seconds: float
@@ -117,7 +118,7 @@ class _Replica:
         self.computed = [0.0 for _ in slots]
         self.heard: Counter[Any] = Counter()  # children taken back and outputs computed, by stage and micro-batch
         self.collectives: list[Collective] = []
-        self.given: dict[tuple[Any, ...], Collective] = {}
+        self.given: dict[Key, Collective] = {}
         self._plan()
         ordered = sorted(self.collectives, key=lambda one: one.order)
         self.plans: list[list[Collective]] = [[] for _ in slots]
@@ -128,30 +129,15 @@ class _Replica:
 
     # Collectives.
 
-    def _add(self, key: tuple[Any, ...], order: tuple[Any, ...], one: Collective) -> None:
-        workload = self.step.workload
-        prefix: tuple[Any, ...] = ()
-        if workload.in_order:
-            prefix = (self.turn[key[1]] if key[0] == "loss" else key[2],)
-        elif workload.separable:
-            prefix = (self.step.groups[key[1]],)
-        one.order = (*prefix, *order)
-        self.given[key] = one
-        self.collectives.append(one)
-
     def _plan(self) -> None:
-        workload, depth, slots = self.step.workload, self.step.tree.depths, self.placement.stages
-        for name, node in self.step.tree.nodes.items():
-            if node.children and len(slots[name]) > 1:
-                for j, owned in enumerate(self.division.rounds(name, 0)):
-                    if not workload.in_order:
-                        self._plan_down(name, j, owned, (0, depth[name], j, name))
-                    self._plan_up(name, j, owned, (2, -depth[name], j, name))
-            if not workload.in_order and self.loads[name].parameters and self._num_holders(name) > 1:
-                self._plan_sum(name)
-        if not workload.separable and self.placement.slots > 1:
-            for i in range(len(self.sizes)):
-                self._plan_loss(i)
+        tree, workload = self.step.tree, self.step.workload
+        summed = {name for name in tree.nodes if self.loads[name].parameters and self._num_holders(name) > 1}
+        groups = self.step.groups if workload.separable else None
+        plan = {"down": self._plan_down, "up": self._plan_up, "loss": self._plan_loss, "sum": self._plan_sum}
+        for key, order in plan_step(tree, self.division, 0, tree.nodes, summed, groups):
+            one: Collective = plan[key[0]](order, *key[1:])  # type: ignore[operator]
+            self.given[key] = one
+            self.collectives.append(one)
 
     def _num_holders(self, name: str) -> int:
         return len(self.placement.stages[name]) * self.placement.replicas
@@ -159,8 +145,9 @@ class _Replica:
     def _floats(self, name: str, i: int) -> float:
         return self.sizes[i] * self.loads[name].output_floats
 
-    def _plan_down(self, name: str, j: int, owned: dict[int, int], order: tuple[Any, ...]) -> None:
-        slots, blocks = self.placement.stages[name], [self._floats(name, i) for i in owned.values()]
+    def _plan_down(self, order: Order, name: str, j: int) -> Collective:
+        slots, owned = self.placement.stages[name], self.division.rounds(name, 0)[j]
+        blocks = [self._floats(name, i) for i in owned.values()]
 
         def arrive() -> None:
             for slot in slots:
@@ -168,10 +155,11 @@ class _Replica:
                     self._deliver(slot, name, i)
 
         seconds = self.wires.gather(len(slots), max(blocks))
-        self._add(("down", name, j), order, Collective((), slots, len(owned), seconds, sum(blocks), arrive))
+        return Collective(order, slots, len(owned), seconds, sum(blocks), arrive)
 
-    def _plan_up(self, name: str, j: int, owned: dict[int, int], order: tuple[Any, ...]) -> None:
+    def _plan_up(self, order: Order, name: str, j: int) -> Collective:
         slots, node = self.placement.stages[name], self.step.tree.nodes[name]
+        owned = self.division.rounds(name, 0)[j]
         sent: Counter[int] = Counter()
         taken: Counter[int] = Counter()
         for target, i in owned.items():
@@ -186,10 +174,9 @@ class _Replica:
 
         most = max([*sent.values(), *taken.values()], default=0)
         missing = len(node.children) * len(set(owned.values()))
-        seconds, floats = self.wires.exchange(most), sum(sent.values())
-        self._add(("up", name, j), order, Collective((), slots, missing, seconds, floats, arrive))
+        return Collective(order, slots, missing, self.wires.exchange(most), sum(sent.values()), arrive)
 
-    def _plan_loss(self, i: int) -> None:
+    def _plan_loss(self, order: Order, i: int) -> Collective:
         slots, blocks = range(self.placement.slots), Counter[int]()
         for leaf in self.step.leaves:
             given = self.step.workload.loss_floats(self.loads[leaf].output_floats)
@@ -200,10 +187,9 @@ class _Replica:
                 self._spawn(self.placement.stages[leaf][0], BACKWARD, leaf, i)
 
         seconds, leaves = self.wires.gather(len(slots), max(blocks.values())), len(self.step.leaves)
-        one = Collective((), slots, leaves, seconds, sum(blocks.values()), arrive)
-        self._add(("loss", i), (1, self.turn[i]), one)
+        return Collective(order, slots, leaves, seconds, sum(blocks.values()), arrive)
 
-    def _plan_sum(self, name: str) -> None:
+    def _plan_sum(self, order: Order, name: str) -> Collective:
         """The other replicas do the same at the same time."""
         ranks, parameters = self.placement.all_holders(name), self.loads[name].parameters
         roots = [len(subtrees(self.all.parts, self.all.runs(name, rank))) for rank in ranks]
@@ -212,10 +198,9 @@ class _Replica:
         seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
         slots = self.placement.stages[name]
         floats = sum(roots) / self.placement.replicas * parameters
-        order = (3, -self.step.tree.depths[name], name)
-        self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, floats, lambda: None))
+        return Collective(order, slots, len(self.sizes), seconds, floats, lambda: None)
 
-    def _give(self, key: tuple[Any, ...]) -> None:
+    def _give(self, key: Key) -> None:
         one = self.given.get(key)
         if one is not None:
             one.missing -= 1

@@ -32,7 +32,7 @@ from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, same_
 from mheads.problems import Problem
 
 FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
-FILE_KEYS = ("root", "path", "test_path", "table", "fold", "arrays", "resize", "crop", "grey", "regions", "reader")
+FILE_KEYS = ("root", "path", "test_path", "table", "fold", "arrays", "resize", "crop", "grey", "regions")
 
 
 def from_arrays(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value, leaves, map_leaves
 from mheads.distributed.planning.step_plan import Key, Order
 from mheads.engine.gradient_sums import add_subtrees
@@ -117,7 +116,7 @@ class Gathering:
 
 def pack(value: Value, device: torch.device) -> Tensor:
     """A block: its length, that of the pickled form, the form, and the tensors as they lie in memory."""
-    value = map_leaves(lambda t: canonical(t.detach()).to(device), value)
+    value = map_leaves(lambda t: _dense(t.detach().to(device).as_subclass(Tensor)), value)
     form = pickle.dumps(map_leaves(lambda t: t.to("meta"), value))
     parts = [torch.frombuffer(bytearray(form), dtype=torch.uint8), *map(memory_of, leaves(value))]
     stops = list(itertools.accumulate((_align(len(part)) for part in parts), initial=HEADER))
@@ -140,6 +139,11 @@ def unpack(block: Tensor) -> Value:
         return torch.as_strided(flat, t.shape, t.stride(), flat.storage_offset())
 
     return map_leaves(take, form)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """The tensor, or a copy without gaps: in the strides that it has, which decide the bits of what is computed."""
+    return t if torch.empty_like(t, device="meta").stride() == t.stride() else t.clone()
 
 
 def _align(size: int) -> int:

@@ -158,7 +158,7 @@ class Watch:
             if now - alive > limit or idle > limit:
                 what = "has given no sign of life" if now - alive > limit else "has work and made no progress"
                 return self.report(rank, f"rank {rank} {what} for {self.timeout:g} s (timeout)")
-        if self._lost_connection and now - suspected > limit:
+        if self._lost_connection and suspected and now - suspected > limit:
             self.report(self.rank, self._lost_connection)
         return None
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -56,11 +57,12 @@ class World:
         What goes wrong is a failure, which `watch.check` raises. gloo waits for as long as it is told to wait for
         everything, so it connects in the background, while the watch goes on.
         """
-        if self.launch.one_host:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n.startswith("lo")))
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        if self.launch.one_host and loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
         if self.size > ALL_PAIRS:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        store, own = self.store.clone(), (socket.gethostname(), own_cores())
+        store, own = self.store.clone(), (_machine(), own_cores())
         cores: list[Any] = [None] * self.size
 
         def connect() -> None:
@@ -82,7 +84,7 @@ class World:
                 why = f"rank {self.rank} cannot use the network: {str(error).splitlines()[0]}"
                 self.watch.report(self.rank, f"{why}; {NETWORK}")
             self.watch.check()
-            self.cores = share_of_cores(own[1], [cpus for host, cpus in cores if host == own[0]])
+            self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
 
     def wire_device(self, device: torch.device) -> torch.device:
         """Where the collectives of this world take tensors from: NCCL from GPUs, gloo from the host."""
@@ -170,3 +172,10 @@ class World:
         if self.is_main:
             left = [f"left/{rank}" for rank in range(self.size)]
             ask(self.store, lambda store: await_keys(store, left, TO_LEAVE), TO_LEAVE + 1)
+
+
+def _machine() -> str:
+    """The same for all ranks of one machine, in whichever container."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()

@@ -48,7 +48,7 @@ class Recorder:
         self.checkpoints = Checkpoints(folder.checkpoints, self.options.keep)
         self.checkpoints.fits = state.check_tensors
         self.writers = sorted(set(engine.writers.values()))
-        if len(self.writers) > 1:
+        if engine.notes is not None:
             self.checkpoints.wanted = lambda name: name.startswith(("progress/", *tensor_prefixes(state.net.stages)))
         self.log: MetricsLog | None = None  # of the main rank
 

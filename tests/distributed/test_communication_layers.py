@@ -185,6 +185,19 @@ def no_part(rank):
     return Broadcast(0, [1])(torch.ones(2)), Gather(1, [0])(torch.ones(3))
 
 
+class Named(torch.Tensor):
+    """A tensor as other packages make them."""
+
+
+def of_a_class_of_its_own(rank):
+    """It arrives as a plain tensor, there and back."""
+    x = torch.ones(3).as_subclass(Named).requires_grad_(rank == 0)
+    y = Broadcast(0, [0, 1, 2])(x)
+    values = Gather(0, [0, 1, 2])(y * (rank + 1))
+    (sum(value.sum() for value in values) if rank == 0 else values).backward()
+    return type(y) is torch.Tensor or rank == 0, x.grad
+
+
 def random_program(seed):
     """Layers with random roots and ranks, some called again; each call with what its receivers make of the value."""
     draw = random.Random(seed)
@@ -278,6 +291,7 @@ CHECKS = (
     rank_order,
     copies,
     no_part,
+    of_a_class_of_its_own,
 )
 
 
@@ -312,6 +326,11 @@ def test_every_shape_dtype_and_layout_goes_there_and_back(world):
         for factor, value in zip((2, 4, 3), values, strict=True):  # as listed: ranks 0, 2, 1
             assert torch.equal(value, tensor * factor)
         assert torch.equal(grad, weights(tensor) * 9), (tensor.shape, tensor.stride())
+
+
+def test_tensors_of_a_class_of_their_own_arrive_as_plain_ones(world):
+    assert [world[rank]["of_a_class_of_its_own"][0] for rank in range(3)] == [True] * 3
+    assert world[0]["of_a_class_of_its_own"][1].tolist() == [6.0] * 3
 
 
 def test_random_programs_have_the_gradients_of_one_process_in_every_step(world):

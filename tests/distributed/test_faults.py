@@ -165,6 +165,17 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_any_number_of_ranks_goes
     assert_same_run(run, undisturbed)
 
 
+def test_ranks_without_work_resume_with_those_that_have_some(tmp_path):
+    """All stages are on rank 0, and a batch of one micro-batch leaves nothing to share."""
+    args = [*TRAIN, "placement={trunk: 0}", "engine.micro_batches=1"]
+    assert process(*args, "--run", tmp_path / "one").code == 0
+    command = [*args, "--run", tmp_path / "run"]
+    assert [one.code for one in ranks(3, *command, before={2: stop_at_iteration_8})] == [143] * 3
+    again = ranks(3, *command)
+    assert [one.code for one in again] == [0] * 3, again[1].err
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+
+
 def test_a_run_begun_in_one_process_goes_on_with_ranks_and_is_finished_then(undisturbed, tmp_path):
     command = [*TRAIN, "--run", tmp_path / "run"]
     process(*command, stop=(signal.SIGKILL, "os.rename", "step-00000012"))

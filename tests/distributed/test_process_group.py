@@ -78,6 +78,25 @@ def test_who_is_busy_and_makes_progress_is_innocent(monkeypatch):
         one.end()
 
 
+def test_a_collective_that_breaks_off_late_in_a_run_names_the_rank_that_is_gone_and_not_the_one_that_noticed(
+    monkeypatch,
+):
+    """Ranks 0 and 1 have run for longer than the timeout when the beat of rank 2 stops."""
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 3600.0)
+    store, heard, beaten = dist.HashStore(), queue.SimpleQueue(), threading.Semaphore(0)
+    watches = [Watch(store, rank, 3, 0.5) for rank in range(3)]
+    for one in watches[:2]:
+        one.tell(heard.put)
+    watches[2].tell(progress=lambda: beaten.release() or 0)
+    for _ in range(30):
+        assert beaten.acquire(timeout=60)
+    watches[2].end()
+    watches[1].suspect(RuntimeError("Connection closed by peer"))
+    assert ["rank 2 has ended" in str(heard.get(timeout=60)) for _ in range(2)] == [True, True]
+    for one in watches:
+        one.end()
+
+
 @pytest.fixture
 def watches(monkeypatch):
     """Watches of three ranks that share a store in this process; none of them ends it, though a fault was told."""

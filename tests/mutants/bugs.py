@@ -1399,9 +1399,9 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/distributed/test_collectives.py -k every_form",
                 ),
                 Bug(
-                    "tensors are sent in the strides that they happen to have",
-                    "canonical(t.detach()).to(device)",
-                    "t.detach().clone().to(device)",
+                    "tensors arrive in other strides",
+                    'torch.empty_like(t, device="meta").stride() == t.stride() else t.clone()',
+                    "t.is_contiguous() else t.contiguous()",
                     tests="tests/distributed/test_collectives.py -k every_form",
                 ),
                 Bug(
@@ -1469,6 +1469,12 @@ AREAS: dict[str, list[File]] = {
                     "who beats and does nothing is lost",
                     "if beat != heard.get(rank, (None, 0))[0]",
                     "if rank not in heard or beat[1] != heard[rank][0][1]",
+                ),
+                Bug(
+                    "who notices that a rank is gone blames itself",
+                    "if self._lost_connection and suspected and now",
+                    "if self._lost_connection and now",
+                    tests="tests/distributed/test_process_group.py -k breaks_off_late",
                 ),
                 Bug(
                     "the end of a rank after the end is a failure",

@@ -150,7 +150,8 @@ class _Layer(nn.Module):
 
     def _send(self, call: int, rank: int, value: Any) -> list[Any]:
         file = io.BytesIO()
-        torch.save((call, *(t.clone() for t in value)), file)  # a copy: a view would be sent with all that it is of
+        plain = (t.as_subclass(Tensor).clone() for t in value)  # a view would be sent with all that it is a view of
+        torch.save((call, *plain), file)
         block = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         with self._explaining(rank):
             return [dist.isend(part, rank) for part in (torch.tensor([block.numel()]), block)]

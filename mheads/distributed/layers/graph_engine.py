@@ -182,7 +182,7 @@ class GraphEngine(EngineOnRank):
 
     def _collect_gradients(self) -> None:
         """Puts the gradients of this rank into place; on the main rank also gradients and statistics of the others."""
-        own = () if self.is_main else tuple(_content(t) for t in self.owned[self.world.rank])
+        own = () if self.is_main else tuple(_content(t).clone() for t in self.owned[self.world.rank])
         parts: list[Any] | None = [()] * self.world.size if self.is_main else None
         dist.gather_object(own, parts, dst=0)
         for rank, tensors in enumerate(parts or ()):

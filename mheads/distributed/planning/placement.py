@@ -63,6 +63,7 @@ class Division:
                 ranks = placement.holders(name, replica)
                 each = [(0, len(share))] * len(ranks) if whole else cuts(len(share), len(ranks))
                 self._runs[name] |= {rank: share[a:b] for rank, (a, b) in zip(ranks, each, strict=True)}
+        self._rounds: dict[tuple[str, int], list[dict[int, int]]] = {}
         self._parts_of_split: dict[tuple[str, int], dict[int, list[range]]] = {}
         self._owners = {
             name: {i: rank for rank, own in reversed(runs.items()) for i in own} for name, runs in self._runs.items()
@@ -88,12 +89,12 @@ class Division:
 
     def rounds(self, stage: str, rank: int) -> list[dict[int, int]]:
         """What the ranks that share a stage with this one exchange together: by rank, its j-th micro-batch."""
-        ranks = self.placement.holders(stage, rank // self.placement.slots)
-        most = max(len(self.runs(stage, other)) for other in ranks)
-        return [
-            {other: self.runs(stage, other)[j] for other in ranks if j < len(self.runs(stage, other))}
-            for j in range(most)
-        ]
+        key = stage, rank // self.placement.slots
+        if key not in self._rounds:
+            runs = {other: self.runs(stage, other) for other in self.placement.holders(*key)}
+            most = max(map(len, runs.values()))
+            self._rounds[key] = [{other: own[j] for other, own in runs.items() if j < len(own)} for j in range(most)]
+        return self._rounds[key]
 
     def round_of(self, stage: str, i: int) -> int:
         """The round in which micro-batch i of a stage is exchanged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -40,16 +41,18 @@ def _count(workload: ConfigWorkload) -> tuple[int, int, int]:
     return sum(x.parameters for x in loads), round(sum(x.forward for x in loads)), round(sum(x.backward for x in loads))
 
 
-def add_costs(document: dict[str, Any], planner: Planner, suite: Suite) -> None:
-    """Counts what the rows that have runs take, each once; nothing where it is not known, or depends on the choice."""
+def add_costs(
+    document: dict[str, Any], planner: Planner, suite: Suite, known: Mapping[str, dict[str, float]] | None = None
+) -> None:
+    """Counts what the rows that have runs take, each once. Where that cannot be counted, since the data are not here,
+    it is what is `known` of the run; nothing where it depends on the choice."""
     for entry in document["rows"]:
         if entry["run"] in document["runs"] and "cost" not in entry:
-            entry["cost"] = {}
+            entry["cost"] = (known or {}).get(entry["run"], {})
             names = planner.expand(suite).row(entry["name"]).best_of or [entry["name"]]
             with suppress(UserError):
                 cost, *others = (count_cost(planner.job(suite, name, planner.options.seed)) for name in names)
-                if all(other == cost for other in others):
-                    entry["cost"] = cost
+                entry["cost"] = cost if all(other == cost for other in others) else {}
 
 
 def compute_table(document: dict[str, Any]) -> Table | None:

@@ -102,20 +102,23 @@ def merge(
     others += [load(at) for source in sources for at in sorted(source.glob("*.json"))]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
     elsewhere = [run for run in elsewhere if run["result"].get("split", "test") == planner.options.split]
-    if path.is_file():
-        _merge_own(document, path, elsewhere, table, planner)
+    before = load(path) if path.is_file() else None
+    if before is not None:
+        _merge_own(document, before, path, elsewhere, table, planner)
     _merge_others(document, elsewhere, table, planner)
     for runs in document["runs"].values():
         runs.sort(key=lambda run: run["seed"])
-    add_costs(document, planner, table.suite)
+    known = {row["run"]: row["cost"] for row in (before or {"rows": []})["rows"] if row.get("cost")}
+    add_costs(document, planner, table.suite, known)
     options, source = planner.options, table.suite.source
     seeds = {seed for _, seed in _seeds(document)} | set(range(options.seed, options.seed + trials))
     source = Path(source).name if Path(source).is_absolute() else source
     document["command"] = command(source, options, sorted(seeds), hide_local_paths)
 
 
-def _merge_own(document: Document, path: Path, elsewhere: list[Any], table: ExpandedSuite, planner: Planner) -> None:
-    before = load(path)
+def _merge_own(
+    document: Document, before: Document, path: Path, elsewhere: list[Any], table: ExpandedSuite, planner: Planner
+) -> None:
     if [*map(hide_local_paths, before["overrides"])] != document["overrides"]:
         old, new = (" ".join(each["overrides"]) or "none" for each in (before, document))
         raise UserError(

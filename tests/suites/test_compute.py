@@ -3,7 +3,7 @@
 import pytest
 
 from mheads.common.errors import UserError
-from mheads.suites.compute import compute_table, count_cost, in_words
+from mheads.suites.compute import add_costs, compute_table, count_cost, in_words
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
 from mheads.suites.suite import read_suite
@@ -55,6 +55,15 @@ def test_rounds_count_each_and_what_has_no_known_shape_is_left_out():
     )
     with pytest.raises(UserError, match="the shape of an example of 'file' is not known"):
         count_cost(unknown.job(read_suite("standard"), "random_init", 0))
+
+
+def test_what_is_known_of_a_run_stays_where_its_data_are_not_here_and_is_counted_anew_where_they_are():
+    absent = ("data={name: file, path: none.npz}", "model=mlp", "model_args={features: 4}")
+    for overrides, expected in ((absent, {"parameters": 1}), ((), cost("standard", "random_init", "digits"))):
+        document = {"rows": [{"name": "random_init", "run": "r"}], "runs": {"r": []}}
+        planner = Planner(Options("digits", overrides=overrides))
+        add_costs(document, planner, read_suite("standard"), {"r": {"parameters": 1}})
+        assert document["rows"][0]["cost"] == expected
 
 
 def test_the_table_shows_hours_and_counts_of_rows_that_were_run():

@@ -61,6 +61,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
         )
     if is_file(recipe):
         return read(Path(recipe), overrides)
+    if is_file(f"{recipe}/config.yaml"):
+        raise UserError(
+            f"{recipe} is the folder of a run: give {recipe}/config.yaml for a new run of the same config, with "
+            f"--folder {recipe} to resume it"
+        )
     raise UserError(
         f"there is no recipe and no file {safe_yaml.short(recipe)}{did_you_mean(recipe, recipes())}: "
         f"give one of {', '.join(recipes())}, or the path of a YAML file"

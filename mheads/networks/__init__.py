@@ -122,6 +122,8 @@ def import_factory(name: str, what: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            cause += f"; neither {os.getcwd()} nor the Python path has it: start in its folder, or set PYTHONPATH"
         raise UserError(f"{what} {name!r}: importing {module_name} failed with {cause}") from error
     if not hasattr(module, attribute):
         file = getattr(module, "__file__", None) or "built in"

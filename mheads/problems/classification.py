@@ -64,11 +64,14 @@ class Classification(ClassScores):
                 and scores.shape[1] < count
                 and self.classes == tuple(map(str, range(count)))
             )
+            doubt = f", and classes are numbered from 0: is {count - 1} the last one, or do labels start at 1?"
+            if scores.shape[1:] == (1,):
+                doubt = "; if the targets are numbers and no classes, give data.problem=regression"
             raise UserError(
                 f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
                 f"a network gives one score per class ({more_classes(network, count)})"
                 + "; of several values that it gives, the first is the answer" * several
-                + (f", and classes are numbered from 0: is {count - 1} the last one, or do labels start at 1?" * fewer)
+                + doubt * fewer
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:
@@ -77,7 +80,8 @@ class Classification(ClassScores):
         if len(bad):
             raise UserError(
                 f"{where}: example {bad[0]} has label {targets[bad[0]]}, but the {count} classes are numbered 0 to "
-                f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes"
+                f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes, or, if they are "
+                "numbers and no classes, give data.problem=regression"
             )
 
     @staticmethod

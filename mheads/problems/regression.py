@@ -240,6 +240,11 @@ class Regression(Problem):
             pair = (
                 " (for gaussian_nll a pair of them: x.chunk(2, -1))" if answers.shape[-1] == 2 * self.num_values else ""
             )
+            if answers.dim() == 1 and self.num_values == 1:
+                raise UserError(
+                    f"{network} gives one number for each example, outputs of shape [B]: give rows of one, [B, 1] "
+                    "(leave out squeeze, or end with unsqueeze(-1))"
+                )
             if answers[0].numel() == self.num_values:
                 raise UserError(
                     f"{network} gives outputs of shape {tuple(answers.shape[1:])}, and the targets of {data} are rows "

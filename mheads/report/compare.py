@@ -173,6 +173,11 @@ def _name_data(record: Record, marked: bool = False) -> str:
 def tabulate_settings(records: Sequence[Record]) -> Table | None:
     """The keys of the configs that differ, with the value of each run."""
     flat = [schema.flatten(record.config) for record in records]
-    keys = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
+    keys = [key for key, value in flat[0].items() if any(_differ(key, value, other[key]) for other in flat)]
     rows = [[Cell(key), *(Cell(describe.short(values[key])) for values in flat)] for key in keys]
     return Table("Settings that differ", ["key", *(record.title for record in records)], rows) if keys else None
+
+
+def _differ(key: str, one: Any, other: Any) -> bool:
+    """Whether values of a key mean different things: `auto` of a run in memory is what its folder says."""
+    return not (schema.same(key, one, other) or schema.same(key, other, one))

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 import torch
+from torch import nn
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError, warn
@@ -112,7 +113,8 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
     try:
         data.problem.check_output(outputs, net.network_name, data.name)
     except UserError as error:
-        error.hint = error.hint or doubt
+        said = any(text in str(error) for text in ("labels start at 1?", "are numbers"))
+        error.hint = error.hint or (None if said else doubt)
         raise
     if doubt:
         warn(f"{data.name}: {doubt}")
@@ -198,6 +200,12 @@ def _identical_members(config: Config, net: TreeNet, loss: Loss, a: int, b: int)
         return UserError(
             f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
             f"from the same weights. Use init=random, {remedy}"
+        )
+    if isinstance(net.factory, nn.Module):
+        return UserError(
+            f"the TreeNet was given a network, so all members begin as copies of it, and {loss.name} would keep them "
+            "identical for ever: give it the function that builds the network, TreeNet(build, ...) and not "
+            f"TreeNet(build(), ...), or use {remedy}"
         )
     why = f"Does {net.network_name} seed torch itself, load weights or fill in constants? Let it draw its weights"
     if config.init_members is not None and config.init_members[a] is not None:

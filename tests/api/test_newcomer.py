@@ -111,6 +111,27 @@ def test_models_that_do_not_go_together_are_named(models, words):
         mheads.evaluate(models, TABLE)
 
 
+def test_a_network_in_place_of_its_function_and_numbers_in_place_of_classes_are_told_what_to_do():
+    def one_output():
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    class Squeezed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).squeeze(-1)
+
+    x, numbers = torch.rand(40, 6), torch.rand(40, 1)
+    with pytest.raises(UserError, match=r"given a network, so all members begin as copies .* TreeNet\(build, \.\.\.\)"):
+        fit(TreeNet(one_output(), members=2), train=(x, numbers), iterations=2)
+    advice = "no classes, give problem=regression"
+    for grades in (torch.arange(40) % 6 + 3, torch.arange(40) % 6 - 3):
+        with pytest.raises(UserError, match=advice) as caught:
+            fit(TreeNet(one_output, members=2), train=(x, grades), iterations=2)
+        assert "start at 1" not in str(caught.value)
+        fit(TreeNet(one_output, members=2), train=(x, grades), problem="regression", iterations=2)
+    with pytest.raises(UserError, match=r"outputs of shape \[B\]: give rows of one, \[B, 1\]"):
+        fit(TreeNet(lambda: Squeezed(6, 1), members=2), train=(x, numbers), iterations=2)
+
+
 def test_sequences_labels_from_one_and_single_examples_are_told_what_to_do():
     x, y = torch.randn(12, 3, 20), torch.arange(12) % 4
 

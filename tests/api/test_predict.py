@@ -68,7 +68,7 @@ def test_predict_takes_npz_and_csv_and_answers_each_row(mheads, vectors, tmp_pat
         ("a.npz", {"x": np.zeros((0, 64))}, "empty"),
         ("a.npz", {"x": np.zeros((2, 63))}, r"\(63,\).*\(64,\)"),
         ("a.npz", b"no zip", "cannot be read"),
-        ("gone.npz", None, "there is no file"),
+        ("gone.npz", None, "gone.npz does not exist"),
         ("gone.csv", None, "there is no file"),
         ("a.png", b"x", "not on images"),
     ],

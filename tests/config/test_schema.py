@@ -203,6 +203,12 @@ def test_of_a_key_given_twice_the_last_counts():
     assert configs.load("digits", ["optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
 
 
+def test_a_run_folder_in_place_of_a_recipe_is_told_from_a_name_that_is_not_known(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {name: digits}\n")
+    with pytest.raises(UserError, match=r"is the folder of a run: give .*config\.yaml for a new run"):
+        configs.load(str(tmp_path))
+
+
 def test_a_key_that_is_gone_is_read_in_files_and_refused_on_the_command_line(tmp_path):
     (tmp_path / "old.yaml").write_text("data: {reader: lead, name: digits}\n")
     assert configs.load(str(tmp_path / "old.yaml")).data.name == "digits"

@@ -1298,8 +1298,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "settings that are equal are shown as well",
-                    "if any(other[key] != flat[0][key]",
-                    "if any(other[key] == flat[0][key]",
+                    "if any(_differ(key, value, other[key])",
+                    "if any(not _differ(key, value, other[key])",
                 ),
             ],
         ),

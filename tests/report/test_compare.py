@@ -10,7 +10,8 @@ from torch import nn
 import mheads as package
 from mheads import losses
 from mheads.common.errors import UserError
-from mheads.report.compare import Comparison, tabulate_results
+from mheads.report.compare import Comparison, tabulate_results, tabulate_settings
+from mheads.runs.read_run import Record
 from mheads.trees.treenet import TreeNet
 
 RNG = np.random.default_rng(0)
@@ -28,6 +29,14 @@ def fit(members, loss=None, y=Y, folder=None, iterations=3, outputs=5):
     return package.fit(
         net, loss or losses.independent(), **examples, iterations=iterations, run=folder, show=False, batch_size=20
     )
+
+
+def test_a_run_in_memory_and_its_folder_have_the_same_settings(tmp_path):
+    run = fit(2, folder=tmp_path / "run")
+    kept = Record.read(tmp_path / "run", "kept", lenient=True)
+    assert tabulate_settings([run.record(), kept]) is None
+    other = tabulate_settings([kept, fit(2, iterations=4).record()])
+    assert [row[0].text for row in other.rows] == ["optim.iterations"]
 
 
 def test_rows_are_the_results_of_runs_in_memory_and_of_folders(tmp_path):

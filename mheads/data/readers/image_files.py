@@ -25,6 +25,7 @@ class UnreadableError(UserError):
         missing = isinstance(error, FileNotFoundError)
         cause = "it is no image of a known format" if isinstance(error, UnidentifiedImageError) else error
         reason = f"{path} cannot be read as an image ({cause}); replace it or take it out"
+        reason += "; arrays are given as .npz" * (path.suffix == ".npy")
         super().__init__(f"there is no image {path}" if missing else reason)
 
 

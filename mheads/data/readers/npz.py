@@ -58,7 +58,7 @@ def open_arrays(path: Path, hint: str | None = None) -> Iterator[packed_arrays.A
         with packed_arrays.open_arrays(path) as arrays:
             yield arrays
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist: there is no file of that name") from error
+        raise UserError(f"{path} does not exist") from error
     except (ValueError, OSError) as error:
         raise UserError(
             f"{path} cannot be read as an {path.suffix or '.npz'} file of plain arrays ({error})", hint=hint

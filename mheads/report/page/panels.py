@@ -36,7 +36,8 @@ SECTIONS = {
     "curves": ("Over training", ""),
     "ownership": (
         "Who owns which {groups}",
-        "A member owns an example if its loss on it is the lowest. Each cell is the member's share of {shared}, in "
+        "A member owns an example if its loss on it is the lowest; of training examples, all members that learn from "
+        "one have equal parts in it. Each cell is the member's share of {shared}, in "
         "percent; a column adds up to 100.",
     ),
     "wins": (

@@ -88,6 +88,8 @@ def k(runs: Sequence[ShownRun]) -> Sequence[Chart]:
         [record for record in records if "k" in record.config.loss.options],
         lambda record: f"of the loss {record.config.loss.name}",
     )
+    check_alike([record for record in records if record.config.members > 1], name_split)
+    check_alike(records, name_pretraining)
     for record in records:
         loss = record.config.loss
         if "k" not in loss.options and loss.name != "independent":
@@ -100,6 +102,8 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """Ensemble-Mean and mean member against the last shared layer, over bars of parameters; of finished runs."""
     records, results = [run.record for run in runs], defaultdict[str, list[dict[str, Any]]](list)
     check_alike(records, name_task)
+    check_alike([record for record in records if record.config.members > 1], name_loss)
+    check_alike(records, name_pretraining)
     for record in records:
         if not record.finished:
             raise UserError(f"{record.folder.path} is not finished: plot splits of finished runs")
@@ -194,6 +198,19 @@ def find_level(records: Sequence[Record]) -> tuple[str, float] | None:
 
 def name_task(record: Record) -> str:
     return f"{record.config.model} on {name_examples(record)}"
+
+
+def name_loss(record: Record) -> str:
+    loss = record.config.loss
+    return f"trained with {loss.name} {loss.options or ''}".rstrip()
+
+
+def name_split(record: Record) -> str:
+    return "not split" if record.config.split is None else f"split at {record.config.split}"
+
+
+def name_pretraining(record: Record) -> str:
+    return f"pretrained for {record.config.pretrain} iterations"
 
 
 def name_examples(record: Record) -> str:

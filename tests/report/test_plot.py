@@ -136,6 +136,9 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
     for what in ("k", "splits"):  # one axis would say nothing of these
         err = mheads("plot", what, runs["mcl_k1"], two).err
         assert "digits on the test set of digits (" in err and "digits on the test set of npz (40 examples" in err
+    err = mheads("plot", "splits", runs["tree"], runs["mcl_k1"]).err  # nor of these
+    assert "is trained with independent, and" in err and "trained with mcl {'k': 1" in err
+    assert "is not split, and" in mheads("plot", "k", runs["mcl_k1"], runs["tree"]).err
     (two / "result.json").unlink()
     (two / "metrics.jsonl").write_text('5\n{"iteration": 3}\n')  # damaged, and still JSON
     assert "metrics.jsonl is damaged (line 1: 5: input should be" in mheads("plot", "wins", two).err

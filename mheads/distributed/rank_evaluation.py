@@ -31,8 +31,8 @@ class EvaluationWindow:
     def start(self) -> None:
         engine, division = self.engine, self.division
         steps = plan_step(engine.net.tree, division, engine.replica, engine.stages.facts, (), None)
-        self.engine.collectives.plan({key: self.down.plan(order, *key[1:]) for key, order in steps if key[0] == "down"})
-        for i in self.division.begins(self.engine.net.tree, self.me):
+        engine.collectives.plan({key: self.down.plan(order, *key[1:]) for key, order in steps if key[0] == "down"})
+        for i in division.begins(engine.net.tree, self.me):
             self.passes[i].start()
 
     def deliver(self, i: int, node: Node, output: Value) -> None:

@@ -8,9 +8,13 @@ bandwidth, so a real machine does worse.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -136,27 +140,71 @@ def _widen(machine: PretendedCores, threads: dict[str, int], least: int) -> Any:
 
 
 def serial_parts(case: str) -> dict[str, float]:
-    """The part of each stage's time that a second thread does not shorten, by Amdahl's law."""
-    factory, tree, rows = CASES[case]
-    net = TreeNet(factory, tree=tree)
+    """The part of each stage's time that a second thread does not shorten, by Amdahl's law.
+
+    Two threads share the clock and the memory of this machine, so they are compared with one thread whose neighbour
+    works as hard: alone on the machine, one thread is faster, and a longer memory pass would count as serial work.
+    """
+    net = _network(case)
     if not net.batch_statistics_layers():
         return {}
-    batch = pixels(rows, 1)
-    x = batch.network_inputs(torch.float32)
+    step = _pass_of_first_stage(case)
     seconds: dict[int, float] = {}
-    stage = net.stage(next(iter(net.stages)))
     before = torch.get_num_threads()
-    for turn in range(20):
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            clock = time.perf_counter()
-            y = stage(x)
-            torch.autograd.grad(y.sum(), list(stage.parameters()))
-            if turn:
-                seconds[count] = min(seconds.get(count, 1e9), time.perf_counter() - clock)
+    with neighbour(case) as signal_to:
+        for turn in range(20):
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                if count == 1:
+                    signal_to(signal.SIGCONT)
+                clock = time.perf_counter()
+                step()
+                took = time.perf_counter() - clock
+                signal_to(signal.SIGSTOP)
+                if turn:
+                    seconds[count] = min(seconds.get(count, 1e9), took)
     torch.set_num_threads(before)
     part = max(0.0, 2 * seconds[2] / seconds[1] - 1)
     return dict.fromkeys(net.tree.nodes, part)
+
+
+@contextlib.contextmanager
+def neighbour(case: str) -> Iterator[Callable[[signal.Signals], None]]:
+    """A process that keeps one core busy with the same work between SIGCONT and SIGSTOP; it begins stopped."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_repeat, args=(case, ready), daemon=True)
+    process.start()
+    ready.wait()
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield lambda number: os.kill(pid, number)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _repeat(case: str, ready: Any) -> None:
+    torch.set_num_threads(1)
+    step = _pass_of_first_stage(case)
+    step()
+    ready.set()
+    while True:
+        step()
+
+
+def _network(case: str) -> TreeNet:
+    factory, tree, _ = CASES[case]
+    return TreeNet(factory, tree=tree)
+
+
+def _pass_of_first_stage(case: str) -> Callable[[], object]:
+    """Forward and backward of the first stage."""
+    net = _network(case)
+    stage, x = net.stage(next(iter(net.stages))), pixels(CASES[case][2], 1).network_inputs(torch.float32)
+    return lambda: torch.autograd.grad(stage(x).sum(), list(stage.parameters()))
 
 
 def cores(progress: Progress, rounds: int) -> dict[str, Any]:

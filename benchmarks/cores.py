@@ -23,8 +23,8 @@ import torch
 from benchmarks.ours import BATCH, MEMBERS, network, optimizer, pixels
 from mheads import losses
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.micro_batches import auto_micro_batches
 from mheads.engine.stages import Stages
-from mheads.engine.threads import auto_micro_batches
 from mheads.engine.training_step import TrainingStep
 from mheads.networks import NETWORKS
 from mheads.trees.tree_spec import Node

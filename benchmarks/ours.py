@@ -12,7 +12,8 @@ from benchmarks import peers
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.engine.micro_batches import auto_micro_batches
+from mheads.engine.threads import ThreadsEngine, available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
 from mheads.optim.optim_section import OptimOptions

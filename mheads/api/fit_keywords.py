@@ -58,6 +58,7 @@ class ConfigKeywords(TypedDict, total=False):
     views: list[dict[str, Any]]
     workers: int | str
     micro_batches: int | str
+    shared_micro_batches: int | str
     stack: str
     cores: int | str
     device: str

@@ -79,6 +79,9 @@ def _absolute_init(init: str) -> str:
 class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
+    shared_micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option(
+        "auto", "the same for the stages that members share: a multiple of engine.micro_batches; auto: as many"
+    )
     stack: Literal["never", "auto", "always"] = option("auto", "run sibling stages as one; auto: where they are small")
     stack_batch_norm: Literal["never", "auto"] = option("auto", "whether engine.stack=auto takes stages with BatchNorm")
     cores: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = option(

@@ -32,7 +32,7 @@ class EvaluationWindow:
         engine, division = self.engine, self.division
         steps = plan_step(engine.net.tree, division, engine.replica, engine.stages.facts, (), None)
         engine.collectives.plan({key: self.down.plan(order, *key[1:]) for key, order in steps if key[0] == "down"})
-        for i in division.begins(engine.net.tree, self.me):
+        for i in sorted({i for root in engine.net.tree.roots for i in division.runs(root.name, self.me)}):
             self.passes[i].start()
 
     def deliver(self, i: int, node: Node, output: Value) -> None:

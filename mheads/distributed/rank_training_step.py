@@ -58,10 +58,14 @@ class RankStep(TrainingStep):
             engine.stages, loss, batch, division.parts, step, spawn, engine.gradients, engine.options, share
         )
         self.down = SharedOutputs(engine, division, self.deliver)
-        n = division.parts
-        self.sums = {name: PairwiseSum(n, subtrees(n, division.runs(name, self.me))) for name in self.stages.facts}
+        held = {name: self._subtrees(name, self.me) for name in self.stages.facts}
+        self.sums = {name: PairwiseSum(division.count(name), parts) for name, parts in held.items()}
         self._forms: dict[tuple[str, int], list[Tensor]] = {}  # of the gradients of shared outputs
         self._turn = division.turns(self.me)
+
+    def _subtrees(self, name: str, rank: int) -> list[range]:
+        """Which parts of the sum of a stage's gradients a rank has."""
+        return subtrees(self.division.count(name), self.division.runs(name, rank))
 
     # The collectives of the step.
 
@@ -98,7 +102,8 @@ class RankStep(TrainingStep):
         wide = node is not None and self.stages[node.name].threads > self.stages.threads
         shared = phase == PREPARE or (node is not None and node.name in self.engine.shared and not self.division.whole)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
-        priority = group, when, self._turn[i], phase
+        whole = i if node is None else self.pieces.whole(node.name, i)
+        priority = group, when, self._turn[whole], phase
         self.spawn(priority, function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # Outputs go down.
@@ -176,7 +181,7 @@ class RankStep(TrainingStep):
 
     def _sum_gradients(self, name: str, own: dict[str, Subtrees]) -> None:
         engine, kept, holders = self.engine, self.gradients[name], self.engine.placement.all_holders(name)
-        held = {rank: subtrees(self.division.parts, self.division.runs(name, rank)) for rank in holders}
+        held = {rank: self._subtrees(name, rank) for rank in holders}
         sizes = [tensor.numel() for tensor in kept]
         given = torch.empty(len(held[self.me]), sum(sizes), dtype=kept[0].dtype, device=engine.wire)
         for row, subtree in zip(given, held[self.me], strict=True):

@@ -25,8 +25,10 @@ from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
+from mheads.engine.micro_batches import count_pieces
+from mheads.engine.step_results import StepReport
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport, TrainingStep
+from mheads.engine.training_step import TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 
@@ -102,18 +104,20 @@ class RanksEngine(EngineOnRank):
 
     # Training.
 
-    def divide(self, parts: int) -> Division:
-        """Who runs which of so many micro-batches; found once."""
-        if parts not in self._divisions:
-            self._divisions[parts] = Division(self.placement, parts, whole=self.stages.statistics)
-        return self._divisions[parts]
+    def divide(self, num_examples: int) -> Division:
+        """Who runs which micro-batches of so many examples; found once."""
+        if num_examples not in self._divisions:
+            parts, tree = self.parts(num_examples), self.net.tree
+            pieces = count_pieces(tree, self.options.pieces, num_examples, parts)
+            self._divisions[num_examples] = Division(self.placement, parts, self.stages.statistics, pieces)
+        return self._divisions[num_examples]
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        task = RankStep(self, step, batch, loss, self.divide(self.parts(len(batch))))
+        task = RankStep(self, step, batch, loss, self.divide(len(batch)))
         task.start()
         self.workers.wait()
-        task.bring_to_host()
+        task.results.bring_to_host()
         return self._report(task)
 
     def _report(self, task: TrainingStep) -> StepReport:
@@ -122,10 +126,10 @@ class RanksEngine(EngineOnRank):
         told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
         for asked, totals, members, (start, end), *blocks in told.values():
             stop = stop or int(asked)
-            task.totals |= {(int(m), int(i)): total for m, i, total in totals.tolist()}
-            for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
+            task.results.totals |= {(int(m), int(i)): total for m, i, total in totals.tolist()}
+            for whole, block in zip((task.results.losses, task.results.assignment), blocks, strict=True):
                 whole[members.cpu(), start:end] = block.cpu()
-        return task.report(stop)
+        return task.results.report(stop)
 
     def _losses(self, task: TrainingStep) -> tuple[Tensor, ...]:
         """What this rank tells of the losses: totals as (member, micro-batch, total); members, rows, and for these the
@@ -135,9 +139,9 @@ class RanksEngine(EngineOnRank):
         if task.loss.separable:
             members = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
         start, end = (task.slices[share[0]].start, task.slices[share[-1]].stop) if share else (0, 0)
-        totals = [(m, i, float(total)) for (m, i), total in task.totals.items() if m in members]
+        totals = [(m, i, float(total)) for (m, i), total in task.results.totals.items() if m in members]
         tables = torch.tensor(totals, dtype=torch.float64).view(-1, 3), torch.tensor(members, dtype=torch.int64)
-        blocks = task.losses[members, start:end], task.assignment[members, start:end]
+        blocks = task.results.losses[members, start:end], task.results.assignment[members, start:end]
         return *tables, torch.tensor([start, end]), *blocks
 
     # Evaluation.

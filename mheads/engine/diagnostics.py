@@ -13,7 +13,7 @@ from torch import Tensor
 from mheads.common.device import widen
 from mheads.data.batches import Batch
 from mheads.engine.interface import Engine
-from mheads.engine.training_step import StepReport
+from mheads.engine.step_results import StepReport
 
 LEARNING = ("wins", "entropy", "effective_batch", "gradient_norm")  # of a line of the log, also kept in result.json
 

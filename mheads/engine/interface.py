@@ -12,7 +12,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stacked_stages import StackedStage
-from mheads.engine.training_step import StepReport
+from mheads.engine.step_results import StepReport
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.interface import Notes
 from mheads.engine.memory import keep_freed_memory
+from mheads.engine.micro_batches import check_micro_batches
 from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.stages import Stages
-from mheads.engine.training_step import StepReport, TrainingStep
+from mheads.engine.step_results import StepReport
+from mheads.engine.training_step import TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 
@@ -173,7 +173,7 @@ class ThreadsEngine:
     notes: Notes | None = None
 
     def __init__(self, net: TreeNet, options: EngineOptions) -> None:
-        check_micro_batches(net, options.micro_batches)
+        check_micro_batches(net, options.micro_batches, options.pieces)
         keep_freed_memory()
         self.options = options
         self.net = net.to(options.device)
@@ -188,7 +188,7 @@ class ThreadsEngine:
         task = TrainingStep(self.stages, loss, batch, parts, step, self.workers.spawn, gradients, self.options)
         task.start()
         self.workers.wait()
-        return task.report(self.asked_to_stop)
+        return task.results.report(self.asked_to_stop)
 
     def ask_to_stop(self, signum: int) -> None:
         self.asked_to_stop = signum
@@ -258,15 +258,6 @@ class ThreadsEngine:
         self.stages.close()
 
 
-def check_micro_batches(net: TreeNet, micro_batches: int) -> None:
-    layers = net.batch_statistics_layers()
-    if layers and micro_batches > 1:
-        raise UserError(
-            f"engine.micro_batches is {micro_batches}, but {layers[0]} needs the statistics of the whole batch; "
-            "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
-        )
-
-
 def own_cores() -> list[int]:
     """The cores that this process may use: a launcher may have bound it to some."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
@@ -279,21 +270,3 @@ def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:
 
 def available_cores() -> int:
     return len(own_cores())
-
-
-def auto_micro_batches(batch_size: int, net: TreeNet, cores: int = 2) -> int:
-    """How many micro-batches a batch is cut into: a pure rule on sizes and `engine.cores`, never on the machine.
-
-    About 80 rows keep the working set in cache and the matrix products efficient. A power of two, so that the fixed
-    pairwise sums divide evenly among two, four, ... replicas; two from 114 rows on, so that a single model uses two
-    cores. More than two cores need as many tasks, of at least 16 rows, as the stages that see the data do not make by
-    their number. Batch statistics need the whole batch; of images with regions, each is one.
-    """
-    if net.batch_statistics_layers():
-        return 1
-    if "counts" in net.facts.side_inputs:
-        return batch_size
-    by_rows = max(0, round(math.log2(batch_size / 80)))
-    by_cores = min(math.ceil(math.log2(cores / len(net.tree.roots))), int(math.log2(max(1, batch_size / 16))))
-    count: int = 2 ** (by_rows if cores <= 2 else max(by_rows, by_cores))
-    return count

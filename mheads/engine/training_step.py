@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 
 from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees, widen
 from mheads.engine.large_outputs import MemberLosses, gives_losses
+from mheads.engine.micro_batches import count_pieces, cut_pieces
 from mheads.engine.rows import Rows
 from mheads.engine.stacked_stages import repeat_for
 from mheads.engine.stages import Stages
+from mheads.engine.step_results import StepResults, fill
 from mheads.engine.tape import Context, Tape, record
-from mheads.losses import Loss, LossValue
+from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
 # Phases of a micro-batch, the most advanced first: tasks that free memory go before those that take it.
@@ -42,22 +45,12 @@ class Spawn(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What a training step reports: the loss, the signal that asks to stop after it (0: none), and, where
-    the step is logged, [M, B] losses and assignment."""
-
-    loss: float
-    losses: Tensor
-    assignment: Tensor
-    stop: int = 0
-
-
 class TrainingStep:
     """Forward, loss and backward of one batch; leaves every stage's gradients in `gradients`.
 
-    It runs the stages that the net holds, on the micro-batches `mine` of all. Whatever goes from one stage
-    to another is handed on by a method of its own, so that an engine of several processes can send it instead.
+    It runs the stages that the net holds, on the micro-batches `mine` of all. Where shared stages run by pieces, the i
+    of such a stage counts pieces. Whatever goes from one stage to another is handed on by a method of its own, so that
+    an engine of several processes can send it instead.
     """
 
     def __init__(
@@ -74,61 +67,74 @@ class TrainingStep:
     ) -> None:
         self.stages, self.tree = stages, stages.tree
         self.loss = loss
-        self.num_rows = batch.num_rows
         self.mine = range(micro_batches) if mine is None else mine
         parts = cuts(len(batch), micro_batches)
         self.slices = [batch.rows(*part) for part in parts]
         self.batches = {i: batch.cut(*parts[i]).to(options.device) for i in self.mine}
+        self.pieces = count_pieces(self.tree, options.pieces, len(batch), micro_batches)
+        self._batches_of_pieces = self._cut_by_pieces(batch, micro_batches, options.device) if self.pieces else {}
         self.step, self.options = step, options
         self.spawn = spawn
         self.gradients = gradients
         self.dtype = stages.net.dtype
-        self.sums = {name: PairwiseSum(micro_batches) for name in stages.facts}
+        self.sums = {name: PairwiseSum(micro_batches * self.pieces[name]) for name in stages.facts}
         # The part of the examples that a member learns from, where the loss tells.
         members = self.tree.num_members
         self.share = min(1.0, (loss.winners or members) / members)
-        # An accelerator takes all rows back: to choose some, the host would have to wait for it.
-        self.on_host = options.device.type == "cpu"
-        if not self.on_host:
+        if options.device.type != "cpu":  # it takes all rows back: to choose some, the host would have to wait for it
             self.share = 1.0
         self.sample_weights = batch.sample_weights  # on the host, which chooses rows by them
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
         self._graphs: dict[tuple[str, int], tuple[Value, Tensor]] = {}  # outputs and losses of members, for autograd
+        self._joining: dict[tuple[str, int], dict[int, Value]] = defaultdict(dict)  # outputs by pieces
+        self._rows_of_pieces: dict[tuple[str, int], list[int]] = {}  # of joined outputs
         self._splits: dict[tuple[str, int], PairwiseSum] = {}  # of the gradients of a stage's children
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
-        self.totals: dict[tuple[int, int], float | Tensor] = {}  # on an accelerator, tensors until the report
-        self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=options.device)
-        self.assignment = torch.zeros_like(self.losses)
-        self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
+        losses = torch.zeros(members, batch.num_rows, dtype=self.dtype, device=options.device)
+        self.results = StepResults(loss, self.batches, self.slices, losses)
 
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these run one after the other.
         for i in self.mine[:1] if self.stages.statistics else self.mine:
-            if any(self.runs(root, i) for root in self.stages.roots):
+            if any(self.runs(root, j) for root in self.stages.roots for j in self.pieces.of(root.name, i)):
                 self._spawn(PREPARE, i, None, self.prepare)
 
     def runs(self, node: Node, i: int) -> bool:
         """Whether a stage that is here runs a micro-batch here."""
         return True
 
+    def _cut_by_pieces(self, batch: Batch, micro_batches: int, device: torch.device) -> dict[int, Batch]:
+        pieces = next(iter(self.pieces.values()))
+        parts = cut_pieces(len(batch), micro_batches, pieces)
+        mine = range(self.mine.start * pieces, self.mine.stop * pieces)
+        return {i: batch.cut(*parts[i]).to(device) for i in mine}
+
+    def _batch(self, node: Node, i: int) -> Batch:
+        return (self._batches_of_pieces if node.name in self.pieces else self.batches)[i]
+
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         # Members that have nothing in common are finished one after the other: only those running are in memory.
         group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
         wide = node is not None and self.stages[node.name].threads > self.stages.threads
-        self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
+        whole = i if node is None else self.pieces.whole(node.name, i)
+        self.spawn((group, whole, phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # The tasks, in the order in which a micro-batch meets them.
 
     def prepare(self, i: int) -> None:
-        x = self.batches[i].network_inputs(self.dtype)
+        inputs: dict[tuple[bool, int], Value] = {}
         for root in self.stages.roots:
-            if self.runs(root, i):
-                self._spawn(FORWARD, i, root, self.forward, x)
+            for j in self.pieces.of(root.name, i):
+                if self.runs(root, j):
+                    of = root.name in self.pieces, j
+                    if of not in inputs:
+                        inputs[of] = self._batch(root, j).network_inputs(self.dtype)
+                    self._spawn(FORWARD, j, root, self.forward, inputs[of])
 
     def forward(self, i: int, node: Node, x: Value) -> None:
-        batch, facts, stack = self.batches[i], self.stages[node.name], self.stages.stacks.get(node.name)
+        batch, facts, stack = self._batch(node, i), self.stages[node.name], self.stages.stacks.get(node.name)
         num_rows, rows = nested_values.num_rows(x), None
         # Rows can be left out where those of the input are those of the loss; stacked stages compute all of them.
         by_row = not node.children and not facts.sided and num_rows == batch.num_rows
@@ -150,7 +156,7 @@ class TrainingStep:
             self._tapes[node.name, i] = tape
             self.hand_down(i, node, tape.output)
         elif self.loss.separable:
-            d_output = self._apply_loss(i, node.members, self._members_first(node, tape.output))
+            d_output = self.results.apply_loss(i, node.members, self._members_first(node, tape.output))
             self._take_back(i, node, tape, self._as_output(node, d_output))
         else:
             self._tapes[node.name, i] = tape
@@ -174,8 +180,8 @@ class TrainingStep:
 
     def apply_loss(self, i: int) -> None:
         parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)
-        d_outputs = self._apply_loss(i, None, join_members(parts))
-        learn = self.assignment[:, self.slices[i]] > 0 if self.share < 1 else None
+        d_outputs = self.results.apply_loss(i, None, join_members(parts))
+        learn = self.results.assignment[:, self.slices[i]] > 0 if self.share < 1 else None
         for leaf, _ in parts:
             which = slice(leaf.members[0], leaf.members[-1] + 1)
             d_output = nested_values.map_leaves(lambda t, which=which: t[which], d_outputs)
@@ -198,19 +204,40 @@ class TrainingStep:
         if node.parent is not None:
             self._hand_up_each(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
             return
-        with self._lock:
-            self._roots_left[i] -= 1
-            finished = self._roots_left[i] == 0
-        if finished and self.stages.statistics and i + 1 in self.mine:
-            self._spawn(PREPARE, i + 1, None, self.prepare)
+        if self.stages.statistics:
+            with self._lock:
+                self._roots_left[i] -= 1
+                finished = self._roots_left[i] == 0
+            if finished and i + 1 in self.mine:
+                self._spawn(PREPARE, i + 1, None, self.prepare)
 
     # What goes from one stage to another.
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         """Gives the output of a stage to those of its children that are here."""
         for child in self.stages.here(node.children):
-            if self.runs(child, i):
+            if (child.name in self.pieces) == (node.name in self.pieces) and self.runs(child, i):
                 self._spawn(FORWARD, i, child, self.forward, output)
+        if node.name in self.pieces:
+            self._join(i, node, output)
+
+    def _join(self, i: int, node: Node, output: Value) -> None:
+        """Gives children that run whole micro-batches the output on one, once that on its last piece is there."""
+        whole = self.pieces.whole(node.name, i)
+        takers = [c for c in self.stages.here(node.children) if c.name not in self.pieces and self.runs(c, whole)]
+        if not takers:
+            return
+        with self._lock:
+            outputs = self._joining[node.name, whole]
+            outputs[i] = output
+            if len(outputs) < self.pieces[node.name]:
+                return
+            del self._joining[node.name, whole]
+        parts = [outputs[j] for j in sorted(outputs)]
+        self._rows_of_pieces[node.name, whole] = [nested_values.num_rows(part) for part in parts]
+        joined = nested_values.map_leaves(lambda *ts: torch.cat([canonical(t) for t in ts]), *parts)
+        for child in takers:
+            self._spawn(FORWARD, whole, child, self.forward, joined)
 
     def hand_over(self, i: int, leaf: Node, output: Value) -> None:
         """Gives the outputs of a leaf's members, M first, to the loss."""
@@ -251,6 +278,15 @@ class TrainingStep:
         """Adds the gradient of a stage's input to those of its siblings: the adjoint of handing all the same value."""
         assert node.parent is not None
         parent = self.tree.nodes[node.parent]
+        if parent.name not in self.pieces or node.name in self.pieces:
+            self._add_at_split(i, node, parent, d_input)
+            return
+        rows = self._rows_of_pieces[parent.name, i]
+        leaves = [t.split(rows) for t in nested_values.leaves(d_input)]
+        for piece, *own in zip(self.pieces.of(parent.name, i), *leaves, strict=True):
+            self._add_at_split(piece, node, parent, nested_values.rebuild(d_input, own))
+
+    def _add_at_split(self, i: int, node: Node, parent: Node, d_input: Value) -> None:
         with self._lock:
             if (parent.name, i) not in self._splits:
                 self._splits[parent.name, i] = PairwiseSum(len(parent.children), self.parts_of_split(i, parent))
@@ -278,64 +314,6 @@ class TrainingStep:
         (total,) = sums.values()
         for kept, gradient in zip(self.gradients[name], total, strict=True):
             kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)
-
-    def _apply_loss(self, i: int, members: tuple[int, ...] | None, outputs: Value) -> Value:
-        """The gradient of the loss with respect to the outputs of all members, or of some if the loss is separable."""
-        if members is not None and len(members) > 1 and self.loss.has_own_function:  # which takes one member at a time
-            each = [
-                self._apply_loss(i, (m,), nested_values.map_leaves(lambda t, j=j: t[j : j + 1], outputs))
-                for j, m in enumerate(members)
-            ]
-            return nested_values.map_leaves(lambda *ts: torch.cat(ts), *each)
-        batch = self.batches[i]
-        which = slice(None) if members is None else slice(members[0], members[-1] + 1)
-        with torch.enable_grad():
-            stacked = nested_values.map_leaves(lambda t: t.detach().to(self.dtype).requires_grad_(), outputs)
-            of_losses = isinstance(stacked, MemberLosses)
-            value = (self.loss.given_losses() if of_losses else self.loss)(
-                stacked.losses if of_losses else stacked,
-                batch.targets,
-                None if batch.sample_weights is None else batch.sample_weights[which],
-                None if batch.ties is None else batch.ties[which],
-            )
-            leaves = nested_values.leaves(stacked)
-            gradients = torch.autograd.grad(value.total, leaves, self._of_mean.to(value.total), allow_unused=True)
-        if members is None or len(members) == 1:
-            self.totals[members[0] if members else 0, i] = value.total.item() if self.on_host else value.total.detach()
-        else:
-            self.totals |= {(m, i): total for m, total in zip(members, self._member_totals(value), strict=True)}
-        self.losses[which, self.slices[i]] = value.losses
-        self.assignment[which, self.slices[i]] = value.assignment
-        return nested_values.rebuild(stacked, fill(gradients, leaves))
-
-    def _member_totals(self, value: LossValue) -> Sequence[float | Tensor]:
-        """What each member adds to the total of a separable loss."""
-        totals = (value.assignment * value.losses).sum(1)
-        return totals.tolist() if self.on_host else totals.detach().unbind()
-
-    def report(self, stop: int = 0) -> StepReport:
-        """The report of the step, once no task is left."""
-        self.bring_to_host()
-        total = sum(float(self.totals[key]) for key in sorted(self.totals))  # an order of its own, as every sum
-        return StepReport(total / max(1, self.num_rows), self.losses, self.assignment, stop)
-
-    def bring_to_host(self) -> None:
-        """Brings what the step reports from an accelerator, in one copy: each would make the host wait."""
-        if self.on_host:
-            return
-        places = sorted(self.totals)
-        totals = [torch.as_tensor(self.totals[place]) for place in places]
-        together = torch.cat([t.flatten() for t in (self.losses, self.assignment, *totals)]).cpu()
-        sizes = [self.losses.numel(), self.assignment.numel(), len(totals)]
-        losses, assignment, sums = together.split(sizes)
-        self.losses, self.assignment = (t.to(self.dtype).view_as(self.losses) for t in (losses, assignment))
-        self.totals = dict(zip(places, sums.tolist(), strict=True))
-        self.on_host = True
-
-
-def fill(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients, zeros where there are none."""
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)]
 
 
 def join_members(parts: Sequence[tuple[Node, Value]]) -> Value:

@@ -27,8 +27,9 @@ from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.catalog import load_section
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.micro_batches import auto_micro_batches
 from mheads.engine.stacked_stages import all_small, siblings_to_stack, stack_threads
-from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.engine.threads import ThreadsEngine, available_cores
 from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import mix_in_teacher
 from mheads.runs.folder import RunFolder
@@ -285,6 +286,7 @@ def make_engine_options(
         stacked=stacked,
         stack_threads=stack_threads(net, stacked, rows, planned_cores(config)),
         views=tuple(config.eval.views),
+        pieces=count_pieces_asked(config, net, loss),
     )
 
 
@@ -312,6 +314,21 @@ def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) 
     if asked == "auto" and (whole or (config.engine.stack != "never" and all_small(net, config.optim.batch_size))):
         return 1
     return auto_micro_batches(config.optim.batch_size, net, planned_cores(config)) if asked == "auto" else asked
+
+
+def count_pieces_asked(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
+    """Into how many pieces the stages that members share are to cut each micro-batch."""
+    asked, micro_batches = config.engine.shared_micro_batches, count_micro_batches(config, net, loss)
+    if asked == "auto":
+        return 1
+    if asked % micro_batches:
+        of = "engine.micro_batches=auto makes" if config.engine.micro_batches == "auto" else "engine.micro_batches is"
+        raise UserError(
+            f"engine.shared_micro_batches is {asked}, and {of} {micro_batches}: give a multiple, since shared stages "
+            "cut each of these micro-batches into as many pieces",
+            key="engine.shared_micro_batches",
+        )
+    return asked // micro_batches
 
 
 def planned_cores(config: Config) -> int:

@@ -51,7 +51,7 @@ class RanksExperiment(Experiment):
     def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)
         rows = self.config.optim.batch_size * self.config.optim.accumulate
-        return self.stream(engine.divide(engine.parts(rows)).inputs_needed(self.net.tree, self.world.rank, rows))
+        return self.stream(engine.divide(rows).inputs_needed(self.net.tree, self.world.rank, rows))
 
 
 @dataclass(frozen=True)

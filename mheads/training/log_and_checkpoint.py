@@ -24,7 +24,7 @@ from mheads.data.batches import Batch
 from mheads.engine.diagnostics import gradient_norms
 from mheads.engine.interface import Engine
 from mheads.engine.measure import calibrate, measure
-from mheads.engine.training_step import StepReport
+from mheads.engine.step_results import StepReport
 from mheads.problems import Result
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder

@@ -29,6 +29,7 @@ from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import (
     build_loss,
     count_micro_batches,
+    count_pieces_asked,
     find_stacks,
     make_tree,
     needs_whole_batches,
@@ -39,6 +40,7 @@ from mheads.trees.treenet import TreeNet
 
 Way = tuple[Placement, Prediction]
 MEASURED = "measured on this machine"
+FINER = {"shared_micro_batches": "shared micro-batches", "micro_batches": "micro-batches"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def make_workload(config: Config) -> ConfigWorkload:
     in_order = bool(net.batch_statistics_layers())
     stacked = find_stacks(config, net, loss)
     floats = partial(count_given, loss)
+    pieces = count_pieces_asked(config, net, loss)
     return ConfigWorkload(
-        tree, rows, parts, loss.separable, share, in_order, floats, config=config, net=net, stacked=stacked
+        tree, rows, parts, loss.separable, share, in_order, floats, pieces, config=config, net=net, stacked=stacked
     )
 
 
@@ -180,9 +183,9 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
     for way, value in ways.items() if how is None else [(how, how)]:
         ranks[way] = _predict(workload, cluster, loads, value)
         if value != "auto" and (cut := _cut_finer(config, workload, cluster, flops, value, ranks[way])) is not None:
-            parts = cut[1].micro_batches
-            ranks[f"{parts} micro-batches"] = cut
-            key = f"engine.micro_batches={parts // config.optim.accumulate}"
+            option, count, way_of_cut = cut
+            ranks[f"{count} {FINER[option]}"] = way_of_cut
+            key = f"engine.{option}={count}"
     speed = MEASURED if flops is None else f"{flops / 1e12:g} TFLOP/s per rank"
     return RankPlan(name, workload, cluster, speed, ranks, key)
 
@@ -205,22 +208,34 @@ def _cut_finer(
     flops: float | None,
     how: str | Mapping[str, int],
     by_auto: Way,
-) -> Way | None:
-    """More micro-batches than `auto` makes, if a step on these ranks is then at least 5% faster.
+) -> tuple[str, int, Way] | None:
+    """The key of the section `engine`, and its value, that make a step on these ranks at least 5% faster: more
+    micro-batches than `auto` makes, of the shared stages or of all.
 
     No more ranks run a stage than there are micro-batches, but fewer rows at a time take longer each. `auto` does not
     look at the ranks, because the number of micro-batches decides the bits.
     """
-    auto_count = workload.micro_batches // config.optim.accumulate
-    if config.engine.micro_batches != "auto" or workload.in_order or needs_whole_batches(config, build_loss(config)):
+    if workload.in_order:
         return None
-    fastest, count = by_auto, 2 * auto_count
-    while count < 2 * cluster.ranks and count <= config.optim.batch_size:
-        finer = make_workload(
-            config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batches": count})})
-        )
-        way = _predict(finer, cluster, _find_loads(finer, cluster, flops), how)
-        if way[1].step_seconds >= fastest[1].step_seconds:
-            break
-        fastest, count = way, 2 * count
-    return fastest if fastest[1].step_seconds < 0.95 * by_auto[1].step_seconds else None
+    found: tuple[str, int, Way] | None = None
+    for option in FINER:
+        if getattr(config.engine, option) != "auto" or not _may_cut(config, workload.tree, option):
+            continue
+        fastest, count = found[2] if found else by_auto, 2 * workload.micro_batches // config.optim.accumulate
+        best: tuple[int, Way] | None = None
+        while count < 2 * cluster.ranks and count <= config.optim.batch_size:
+            engine = config.engine.model_copy(update={option: count})
+            finer = make_workload(config.model_copy(update={"engine": engine}))
+            way = _predict(finer, cluster, _find_loads(finer, cluster, flops), how)
+            if best is not None and way[1].step_seconds >= best[1][1].step_seconds:
+                break
+            best, count = (count, way), 2 * count
+        if best is not None and best[1][1].step_seconds < 0.95 * fastest[1].step_seconds:
+            found = (option, *best)
+    return found
+
+
+def _may_cut(config: Config, tree: Tree, option: str) -> bool:
+    if option == "shared_micro_batches":
+        return any(node.children for node in tree.nodes.values())
+    return not needs_whole_batches(config, build_loss(config))

@@ -13,7 +13,7 @@ from mheads.common.schemas import check_arrays, check_history
 from mheads.data.batches import Batch
 from mheads.engine.diagnostics import Diagnostics
 from mheads.engine.stacked_stages import StackedStage
-from mheads.engine.training_step import StepReport
+from mheads.engine.step_results import StepReport
 from mheads.optim.schedules import Schedule
 from mheads.optim.stage_updates import Optimizer
 from mheads.problems import Result

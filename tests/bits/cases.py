@@ -41,6 +41,8 @@ NORMS = ["digits", "model=nets:with_batchnorm", "members=2", "split=conv2", "opt
 TREE = ["digits", "members=4", "split={conv1: [2, {conv2: 2}]}", "loss=mcl", "loss.k=2", "engine.micro_batches=4"]
 WIDE = ["digits", "members=5", "split=conv2", "loss=mcl", "engine.micro_batches=3", "engine.stack=never"]
 ADDED_IN_PAIRS = "e576da0"  # the gradients of children at a split
+PIECES = [*TREE, "engine.shared_micro_batches=8", "engine.stack=never"]
+CUT_BY_PIECES = "HEAD"
 PLAIN = ["digits", "members=3"]
 
 CASES = [
@@ -54,6 +56,8 @@ CASES = [
     Case("tree_ranks", [*TREE, "optim.clip=1.0"], ranks=3, equals="tree", cut=True),
     Case("wide_split", WIDE, cut=True, since=ADDED_IN_PAIRS),
     Case("wide_split_ranks", WIDE, ranks=2, equals="wide_split", since=ADDED_IN_PAIRS),
+    Case("pieces", PIECES, cut=True, since=CUT_BY_PIECES),
+    Case("pieces_ranks", PIECES, ranks=3, equals="pieces", since=CUT_BY_PIECES),
     Case("residual", ["digits", "model=nets:Residual", "members=3", "split=first", "loss=mcl"], cut=True),
     Case("score_averaged", [*PLAIN, "split=conv1", "loss=score_averaged"]),
     Case("prob_averaged", [*PLAIN, "split=conv1", "loss=prob_averaged", "optim.nesterov=true"]),

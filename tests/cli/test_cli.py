@@ -124,6 +124,14 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
             ["model=user_networks:normalised", "engine.micro_batches=2"],
             ["micro_batches is 2", "norm", "micro_batches=1"],
         ),
+        (
+            ["model=user_networks:normalised", "engine.shared_micro_batches=2", "split=norm"],
+            ["shared_micro_batches is 2", "norm", "shared_micro_batches=1"],
+        ),
+        (
+            ["split=conv1", "engine.micro_batches=2", "engine.shared_micro_batches=5"],
+            ["shared_micro_batches is 5", "engine.micro_batches is 2", "multiple"],
+        ),
         (["loss.name=nowhere:f"], ["loss 'nowhere:f'", "importing"]),
         (["loss.name=user_networks:half"], ["'user_networks:half'", "float", "Loss"]),
         (["loss.name=user_networks:squared", "loss.args.pow=1"], ["'user_networks:squared'", "pow"]),

@@ -38,14 +38,17 @@ def pretended():
     dist.destroy_process_group()
 
 
-def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planned(pretended, monkeypatch):
+@pytest.mark.parametrize(("parts", "pieces"), [(PARTS, 1), (2, 32)], ids=["micro-batches", "pieces"])
+def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planned(
+    parts, pieces, pretended, monkeypatch
+):
     net = TreeNet(network, tree={"hidden": RANKS}, only=())
-    placement = default(net.tree, RANKS, PARTS)
+    placement = default(net.tree, RANKS, parts)
     own = TreeNet(network, tree={"hidden": RANKS}, only=placement.stages_on(3))
     watch = SimpleNamespace(tell=lambda **_: None, suspect=lambda error: pytest.fail(str(error)))
     world = SimpleNamespace(rank=3, size=RANKS, is_main=False, watch=watch)
     world.wire_device = lambda device: device
-    engine = RanksEngine(own, EngineOptions(1, PARTS), world, placement)
+    engine = RanksEngine(own, EngineOptions(1, parts, pieces=pieces), world, placement)
     run = []
     gathering = engine.gathering
 
@@ -66,14 +69,14 @@ def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planne
 
         monkeypatch.setattr(rank_training_step, name, counted)
     x, y = torch.randn(ROWS, 6), torch.zeros(ROWS, dtype=torch.int64)
-    monkeypatch.setattr(engine, "_report", lambda task: task.report())
+    monkeypatch.setattr(engine, "_report", lambda task: task.results.report())
     report = engine.step(0, Batch(x, y, lambda t, dtype: t.to(dtype)), mheads.losses.independent())
     assert engine.writers == {"trunk": 0, **{f"hidden/{rank}": rank for rank in range(RANKS)}}
     engine.close()
     assert report.losses.shape == (RANKS, ROWS)
     assert report.losses[3].all(), "of the member that is here, on all rows"
     loads = {name: StageLoad(1, 1, 5, 10) for name in net.tree.nodes}
-    planned, _ = Simulation(Workload(net.tree, ROWS, PARTS, True), loads, 1).count(placement)
+    planned, _ = Simulation(Workload(net.tree, ROWS, parts, True, pieces=pieces), loads, 1).count(placement)
     assert len(run) * RANKS == planned == 3 * RANKS
     assert run == [("down", "trunk"), "exchange", "add_ordered"]
 

@@ -357,7 +357,7 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
 
 
 def test_plan_shows_what_more_micro_batches_would_give_and_the_key_that_train_needs(mheads, tmp_path):
-    command = ["plan", "cifar10_quick", "split=conv2", "members=12", "--ranks", "12", "--placement", "default"]
+    command = ["plan", "cifar10_quick", "members=2", "--ranks", "12", "--placement", "default"]
     command += ["--flops", "0.1", "--json", tmp_path / "plan.json"]
     done = mheads(*command)
     assert done.code == 0, done.err
@@ -368,15 +368,36 @@ def test_plan_shows_what_more_micro_batches_would_give_and_the_key_that_train_ne
     assert (usual["micro_batches"], finer["micro_batches"]) == (4, 16)
     assert finer["step_seconds"] < 0.95 * usual["step_seconds"]
     # The same as for a run with that key, which the engine then cuts so.
-    config = configs.load("cifar10_quick", ["split=conv2", "members=12", key])
+    config = configs.load("cifar10_quick", ["members=2", key])
     assert make_workload(config).micro_batches == count_micro_batches(config, make_tree(config, only=())) == 16
     assert mheads(*command, key).code == 0
     as_given = json.loads((tmp_path / "plan.json").read_text())
     assert as_given["placements"]["default"] == finer and as_given["faster_with"] is None
 
 
+def test_plan_shows_what_finer_pieces_for_a_trunk_would_give(mheads, tmp_path):
+    """A hundred ranks, each with a member: four of them run a micro-batch of the trunk, or all a piece of one."""
+    command = ["plan", "cifar10_quick", "split=conv2", "members=100", "--ranks", "100", "--placement", "default"]
+    done = mheads(*command, "--flops", "0.1", "--json", tmp_path / "plan.json")
+    assert done.code == 0, done.err
+    written = json.loads((tmp_path / "plan.json").read_text())
+    key = written["faster_with"]
+    assert key.startswith("engine.shared_micro_batches=") and f"{key} is faster" in done.out
+    pieces = int(key.split("=")[1])
+    usual, finer = written["placements"]["default"], written["placements"][f"{pieces} shared micro-batches"]
+    assert usual["micro_batches"] == finer["micro_batches"] == 4, "of the members"
+    assert finer["step_seconds"] < 0.5 * usual["step_seconds"]
+    workload = make_workload(configs.load("cifar10_quick", ["split=conv2", "members=100", key]))
+    assert 4 * workload.pieces == pieces
+
+
 @pytest.mark.parametrize(
-    "keys", [["split=conv2", "--ranks", "4"], ["split=conv2", "engine.micro_batches=1", "--ranks", "8"]]
+    "keys",
+    [
+        ["split=conv2", "--ranks", "4"],
+        ["engine.micro_batches=1", "--ranks", "8"],
+        ["split=conv2", "engine.micro_batches=1", "engine.shared_micro_batches=1", "--ranks", "8"],
+    ],
 )
 def test_plan_leaves_micro_batches_alone_where_ranks_are_few_or_the_recipe_decides(mheads, keys):
     done = mheads("plan", "cifar10_quick", *keys, "--flops", "0.1", "--placement", "default")

@@ -26,6 +26,7 @@ RECIPES = {  # the shape of the tree, and the arguments
     "probability-averaged": ("nested", [NESTED, "loss=prob_averaged"]),
     "MCL k=1": ("tree", ["split=conv", "loss=mcl", "sampling=bagging"]),
     "MCL k=2": ("nested", [NESTED, "loss=mcl", "loss.k=2", "pretrain=2"]),
+    "by pieces": ("nested", [NESTED, "loss=mcl", "engine.shared_micro_batches=6"]),
 }
 PLACEMENTS = {
     "explicit": {  # roots and their children spread in a way that no rule would choose

@@ -30,6 +30,8 @@ CASES = {
         ],
     ),
     "replicas": (4, ["split=conv1", "placement={trunk: 0}"]),
+    "by pieces": (3, ["split={conv1: [{conv2: 2}, 2]}", "loss=mcl", "engine.shared_micro_batches=16"]),
+    "replicas by pieces": (4, ["split=conv1", "placement={trunk: 0, conv1/3: 1}", "engine.shared_micro_batches=12"]),
     "batch statistics": (
         3,
         ["model=user_networks:normalised", "split=norm", "optim.accumulate=2", "engine.micro_batches=auto"],

@@ -110,6 +110,7 @@ CONFIGURATIONS = {
     "small networks, batch norm": ("normalised mlp", losses.mcl(), {}),
     "small networks, batch norm, bagging": ("normalised mlp", losses.independent(), BAGGING),
     "micro-batches": ("plain", losses.mcl(), {"micro_batches": 3}),
+    "pieces": ("plain", losses.mcl(), {"tree": {"conv1": [{"conv2": 2}, 1]}, "shared_micro_batches": 4}),
     "accumulation": ("plain", losses.mcl(), {"accumulate": 2}),
     "clipping": ("plain", losses.independent(), {"clip": 0.01, "split": "conv1"}),
     "two workers": ("dropout", losses.mcl(), {"workers": 2, "micro_batches": 2}),
@@ -132,7 +133,7 @@ CONFIGURATIONS = {
 
 # `make full` has all of them.
 QUICK = ("mcl", "adamw", "adam", "nested tree", "dropout by autograd", "batch norm, mcl, tree", "small networks",
-         "small networks, batch norm, bagging", "accumulation", "clipping", "bagging, batch norm",
+         "small networks, batch norm, bagging", "pieces", "accumulation", "clipping", "bagging, batch norm",
          "bf16, mcl, tree, dropout")  # fmt: skip
 
 

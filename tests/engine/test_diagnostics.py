@@ -15,8 +15,8 @@ from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.diagnostics import Diagnostics, clip_scale, entropy, gradient_norms
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.step_results import StepReport
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport
 from mheads.losses import Loss, LossValue
 from mheads.runs.metrics_log import History
 

@@ -25,10 +25,11 @@ from mheads.engine import row_backward
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.gradient_sums import PairwiseSum
+from mheads.engine.micro_batches import auto_micro_batches
 from mheads.engine.rows import Rows
 from mheads.engine.stages import StageFacts, Stages, threads_of
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
-from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
+from mheads.engine.threads import ThreadsEngine, Workers
 from mheads.engine.training_step import TrainingStep
 from mheads.networks.dropout import Dropout, keyed_masks
 from mheads.trees.splitting.cut_sequential import SequentialStage
@@ -125,6 +126,35 @@ def test_gradients_equal_plain_autograd_on_one_big_module(name, tree):
     assert torch.equal(report.assignment, value.assignment)
 
 
+@pytest.mark.parametrize("tree", ["independent", "split", "nested", "forest"])
+@pytest.mark.parametrize("name", ["independent", "score", "mcl k=1"])
+def test_gradients_equal_plain_autograd_where_shared_stages_run_by_pieces(name, tree):
+    """Of 23 rows, micro-batches have 12 and 11, and pieces 4 and 3."""
+    net = TreeNet(conv_net, tree=TREES[tree]).double()
+    runs = {name: [] for name in net.stages}
+    for stage, rows in runs.items():
+        layer = next(iter(net.stage(stage)))
+        layer.register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
+    batch = batch_of(23, net.num_members)
+    report, got = engine_gradients(net, LOSSES[name], batch, workers=1, micro_batches=2, pieces=3)
+    for stage, rows in runs.items():
+        if net.tree.nodes[stage].children:
+            assert rows == [4, 4, 4, 4, 4, 3], stage
+        else:
+            assert {12, 11} <= set(rows), stage  # some rows again, where the loss chooses
+    value, expected = plain_gradients(net, LOSSES[name], batch)
+    assert_same_gradients(got, expected)
+    assert report.loss == pytest.approx(value.mean.item(), rel=1e-12)
+    assert torch.equal(report.assignment, value.assignment)
+
+
+def test_a_batch_that_is_too_short_has_fewer_pieces():
+    net = TreeNet(conv_net, tree=TREES["nested"]).double()
+    batch = batch_of(5, 3)
+    _, got = engine_gradients(net, LOSSES["mcl k=1"], batch, micro_batches=2, pieces=8)
+    assert_same_gradients(got, plain_gradients(net, LOSSES["mcl k=1"], batch)[1])
+
+
 @pytest.mark.parametrize("name", ["independent", "mcl k=1", "mcl k=2", "mcl + ce"])
 @pytest.mark.parametrize("tree", ["independent", "split", "nested"])
 def test_gradients_with_sample_weights_equal_plain_autograd_though_rows_are_left_out(name, tree):
@@ -192,7 +222,8 @@ def test_float32_gradients_are_equal_bit_for_bit_for_any_number_of_workers():
             for workers in (1, 2, 3, 4):
                 net = TreeNet(dropout_net, tree=tree)
                 batch = batch_of(70, net.num_members, torch.float32)
-                results.append(engine_gradients(net, LOSSES[name], batch, workers=workers, micro_batches=5)[1])
+                options = {"workers": workers, "micro_batches": 5, "pieces": 3}
+                results.append(engine_gradients(net, LOSSES[name], batch, **options)[1])
             for other in results[1:]:
                 for stage in results[0]:
                     assert all(torch.equal(a, b) for a, b in zip(results[0][stage], other[stage], strict=True))
@@ -230,28 +261,30 @@ def in_any_order(start, rng):
         tasks.pop(rng.randrange(len(tasks)))()
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("name", ["independent", "mcl k=2"])
 @pytest.mark.parametrize(
     ("tree", "dtype"), [({"conv1": 4}, torch.float32), ({"conv1": [{"conv2": 3}, 1]}, torch.float64)], ids=str
 )
-def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
+def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype, pieces):
     net = TreeNet(dropout_net, tree=tree).to(dtype)
     batch = batch_of(50, 4, dtype)
-    report, expected = engine_gradients(net, LOSSES[name], batch, micro_batches=5)
+    report, expected = engine_gradients(net, LOSSES[name], batch, micro_batches=5, pieces=pieces)
     engine = ThreadsEngine(net, EngineOptions(2, 1))
     ((outputs, _),) = engine.outputs([lambda: batch])
     engine.close()
-    stages = Stages(net, EngineOptions(1, 5))
+    options = EngineOptions(1, 5, pieces=pieces)
+    stages = Stages(net, options)
     for seed in range(8):
         net.train()
         gradients, found = stages.gradients(), []
 
         def start(spawn, gradients=gradients, found=found):
-            found.append(TrainingStep(stages, LOSSES[name], batch, 5, 0, spawn, gradients, EngineOptions(1, 5)))
+            found.append(TrainingStep(stages, LOSSES[name], batch, 5, 0, spawn, gradients, options))
             found[0].start()
 
         in_any_order(start, random.Random(seed))
-        step = found[0].report()
+        step = found[0].results.report()
         assert step.loss == report.loss
         assert torch.equal(step.losses, report.losses)
         assert torch.equal(step.assignment, report.assignment)

@@ -1,14 +1,12 @@
 """One training step of the threads engine, for tests that look at what it computes."""
 
-import torch
-
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 
 
-def engine_gradients(net, loss, batch, *, workers=2, micro_batches=3, step=0, accumulate=1, precision=torch.float32):
+def engine_gradients(net, loss, batch, *, workers=2, micro_batches=3, step=0, **options):
     """The report of a step, and copies of the gradients of each stage."""
-    engine = ThreadsEngine(net, EngineOptions(workers, micro_batches, accumulate=accumulate, precision=precision))
+    engine = ThreadsEngine(net, EngineOptions(workers, micro_batches, **options))
     collected = {}
     try:
         report = engine.step(step, batch, loss)

@@ -302,6 +302,54 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/engine/step_results.py",
+            "tests/engine/test_engine.py -k 'autograd'",
+            [
+                Bug(
+                    "the loss of a step is added as it comes",
+                    "total = sum(float(self.totals[key]) for key in sorted(self.totals))",
+                    "total = sum(map(float, self.totals.values()))",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
+                ),
+                Bug(
+                    "sums are divided by examples, not by rows",
+                    "self._of_mean = losses.new_ones(()) / max(1, self.num_rows)",
+                    "self._of_mean = losses.new_ones(()) / max(1, sum(map(len, batches.values())))",
+                    tests='tests/data/test_side_inputs.py -k "autograd or cut"',
+                ),
+                Bug(
+                    "targets of a separable loss get the sample weights of all members",
+                    "None if batch.sample_weights is None else batch.sample_weights[which]",
+                    "None if batch.sample_weights is None else batch.sample_weights[:1]",
+                    tests="tests/engine/test_engine.py -k with_sample_weights",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/micro_batches.py",
+            "tests/engine/test_engine.py",
+            [
+                Bug(
+                    "micro-batches are as large as a power of two allows",
+                    "round(math.log2(batch_size / 80))",
+                    "int(math.log2(batch_size / 80))",
+                    tests="tests/engine/test_engine.py -k row_counts",
+                ),
+                Bug(
+                    "pieces of a short batch are empty",
+                    "pieces = min(pieces, num_examples // micro_batches)",
+                    "pass",
+                    tests="tests/engine/test_engine.py -k fewer_pieces",
+                ),
+                Bug(
+                    "a shared stage below another one runs what its whole parent ran",
+                    "return i * self[child] // self[stage]",
+                    "return i // self[stage]",
+                    tests="tests/distributed/test_ranks_engine.py -k pieces",
+                ),
+            ],
+        ),
+        File(
             "mheads/engine/training_step.py",
             "tests/engine/test_engine.py -k 'autograd'",
             [
@@ -324,21 +372,27 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k added_in_the_pairwise_tree",
                 ),
                 Bug(
+                    "pieces are joined as they come",
+                    "parts = [outputs[j] for j in sorted(outputs)]",
+                    "parts = list(outputs.values())",
+                    tests="tests/engine/test_engine.py -k any_order",
+                ),
+                Bug(
+                    "gradients go back to other pieces",
+                    "for piece, *own in zip(self.pieces.of(parent.name, i), *leaves, strict=True):",
+                    "for piece, *own in zip(reversed(self.pieces.of(parent.name, i)), *leaves, strict=True):",
+                    tests="tests/engine/test_engine.py -k pieces",
+                ),
+                Bug(
                     "outputs go to the loss as they come",
                     "parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)",
                     "parts = self._outputs.pop(i)",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
-                    "the loss of a step is added as it comes",
-                    "total = sum(float(self.totals[key]) for key in sorted(self.totals))",
-                    "total = sum(map(float, self.totals.values()))",
-                    tests="tests/engine/test_engine.py -k no_bit_depends",
-                ),
-                Bug(
                     "examples of a small weight teach nobody",
-                    "learn = self.assignment[:, self.slices[i]] > 0 if",
-                    "learn = self.assignment[:, self.slices[i]] >= 1 if",
+                    "learn = self.results.assignment[:, self.slices[i]] > 0 if",
+                    "learn = self.results.assignment[:, self.slices[i]] >= 1 if",
                     tests="tests/engine/test_engine.py -k with_sample_weights",
                 ),
                 Bug(
@@ -346,18 +400,6 @@ AREAS: dict[str, list[File]] = {
                     "kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)",
                     "kept if gradient is None else kept.copy_(gradient)",
                     tests="tests/engine/test_engine.py -k no_gradient_reaches",
-                ),
-                Bug(
-                    "sums are divided by examples, not by rows",
-                    "self.num_rows = batch.num_rows",
-                    "self.num_rows = len(batch)",
-                    tests='tests/data/test_side_inputs.py -k "autograd or cut"',
-                ),
-                Bug(
-                    "targets of a separable loss get the sample weights of all members",
-                    "None if batch.sample_weights is None else batch.sample_weights[which]",
-                    "None if batch.sample_weights is None else batch.sample_weights[:1]",
-                    tests="tests/engine/test_engine.py -k with_sample_weights",
                 ),
                 Bug(
                     "rows are left out of a leaf with side inputs",
@@ -509,12 +551,6 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k was_queued",
                 ),
                 Bug(
-                    "micro-batches are as large as a power of two allows",
-                    "round(math.log2(batch_size / 80))",
-                    "int(math.log2(batch_size / 80))",
-                    tests="tests/engine/test_engine.py -k row_counts",
-                ),
-                Bug(
                     "accumulated batches are not cut apart",
                     "self.options.micro_batches * self.options.accumulate",
                     "self.options.micro_batches",
@@ -586,7 +622,7 @@ AREAS: dict[str, list[File]] = {
             [Bug("stacked statistics take in rows of weight 0", "return None if rows.all() else", "return None and")],
         ),
         File(
-            "mheads/engine/training_step.py",
+            "mheads/engine/step_results.py",
             "tests/engine/test_stacked_stages.py -k one_member_at_a_time",
             [Bug("a loss of one's own gets a whole stack", "len(members) > 1 and self.loss.has_own_function", "False")],
         ),
@@ -1423,8 +1459,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "every rank reads the first inputs",
-                    "begun, slices = self.begins(tree, rank),",
-                    "begun, slices = self.begins(tree, 0),",
+                    "needed += [parts[i] for i in self.runs(root.name, rank)]",
+                    "needed += [parts[i] for i in self.runs(root.name, 0)]",
                     tests="tests/data/test_batches.py -k needs_the_inputs",
                 ),
                 Bug("a rank beyond the mesh owns stages", "if rank >= self.ranks", "if rank > self.ranks"),

@@ -22,7 +22,7 @@ from mheads.distributed.layers.communication_layers import Broadcast, Gather
 from mheads.distributed.process_group import World
 from mheads.distributed.ranks_engine import EngineOnRank
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.training_step import StepReport
+from mheads.engine.step_results import StepReport
 from mheads.losses import Loss
 from mheads.networks.dropout import Dropout, keyed_masks, skip_mask
 from mheads.trees.treenet import TreeNet

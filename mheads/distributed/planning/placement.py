@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from mheads.common.errors import UserError
 from mheads.common.number_ranges import cuts
 from mheads.engine.gradient_sums import subtrees
+from mheads.engine.micro_batches import Pieces, cut_pieces
 from mheads.trees.tree_spec import Node, Tree
 
 
@@ -50,16 +51,19 @@ class Placement:
 class Division:
     """Who runs which of the n micro-batches of a step, or batches of an evaluation.
 
-    Where batch statistics forbid to cut the batch, a stage is run `whole` on each of its ranks.
+    Where batch statistics forbid to cut the batch, a stage is run `whole` on each of its ranks. Where `pieces` says so,
+    a stage runs a micro-batch by pieces, and these are what its ranks divide and what i counts.
     """
 
-    def __init__(self, placement: Placement, parts: int, whole: bool = False) -> None:
-        self.placement, self.parts, self.whole = placement, parts, whole
+    def __init__(self, placement: Placement, parts: int, whole: bool = False, pieces: Pieces | None = None) -> None:
+        self.placement, self.parts, self.whole, self.pieces = placement, parts, whole, pieces or Pieces()
         self.shares = [range(*cut) for cut in cuts(parts, placement.replicas)]  # of each replica
         self._runs: dict[str, dict[int, range]] = {}
         for name in placement.stages:
             self._runs[name] = {}
-            for replica, share in enumerate(self.shares):
+            each_by = self.pieces[name]
+            for replica, whole_ones in enumerate(self.shares):
+                share = range(whole_ones.start * each_by, whole_ones.stop * each_by)
                 ranks = placement.holders(name, replica)
                 each = [(0, len(share))] * len(ranks) if whole else cuts(len(share), len(ranks))
                 self._runs[name] |= {rank: share[a:b] for rank, (a, b) in zip(ranks, each, strict=True)}
@@ -68,6 +72,10 @@ class Division:
         self._owners = {
             name: {i: rank for rank, own in reversed(runs.items()) for i in own} for name, runs in self._runs.items()
         }
+
+    def count(self, stage: str) -> int:
+        """How many micro-batches, or pieces of them, a stage runs on all ranks."""
+        return self.parts * self.pieces[stage]
 
     def share(self, rank: int) -> range:
         """The micro-batches of the replica that a rank belongs to."""
@@ -84,7 +92,8 @@ class Division:
     def parts_of_split(self, stage: Node, i: int) -> dict[int, list[range]]:
         """By rank, the parts of the sum over the children of a stage that it adds for micro-batch i."""
         if (stage.name, i) not in self._parts_of_split:
-            self._parts_of_split[stage.name, i] = parts_by_rank([self.owner(child, i) for child in stage.children])
+            owners = [self.owner(child, self.pieces.below(stage.name, child, i)) for child in stage.children]
+            self._parts_of_split[stage.name, i] = parts_by_rank(owners)
         return self._parts_of_split[stage.name, i]
 
     def rounds(self, stage: str, rank: int) -> list[dict[int, int]]:
@@ -103,17 +112,17 @@ class Division:
     def turns(self, rank: int) -> dict[int, int]:
         """The order in which rounds bring the micro-batches of a rank's replica: the same on all its ranks."""
         widest = max(self.placement.stages, key=lambda name: len(self.placement.stages[name]))
-        order = dict.fromkeys(i for owned in self.rounds(widest, rank) for i in owned.values())
+        runs = [i for owned in self.rounds(widest, rank) for i in owned.values()]
+        order = dict.fromkeys(self.pieces.whole(widest, i) for i in runs)
         return {i: turn for turn, i in enumerate(order)}
 
-    def begins(self, tree: Tree, rank: int) -> list[int]:
-        """The micro-batches whose inputs a rank needs: those that it runs the first stage on."""
-        return sorted({i for root in tree.roots for i in self.runs(root.name, rank)})
-
     def inputs_needed(self, tree: Tree, rank: int, batch_size: int) -> range:
-        """The examples of a batch whose inputs a rank needs: those of the micro-batches that it begins."""
-        begun, slices = self.begins(tree, rank), cuts(batch_size, self.parts)
-        return range(slices[begun[0]][0], slices[begun[-1]][1]) if begun else range(0)
+        """The examples of a batch whose inputs a rank needs: those that it runs the first stage on."""
+        needed = []
+        for root in tree.roots:
+            parts = cut_pieces(batch_size, self.parts, self.pieces[root.name])
+            needed += [parts[i] for i in self.runs(root.name, rank)]
+        return range(min(start for start, _ in needed), max(stop for _, stop in needed)) if needed else range(0)
 
 
 def parts_by_rank(owners: Sequence[int]) -> dict[int, list[range]]:

@@ -58,14 +58,15 @@ class _Search:
 
     def least_seconds(self, slots: int, replicas: int) -> float:
         """Seconds that every placement on this mesh takes at least."""
-        sizes, work = self.simulation.sizes, self.loads.values()
+        sizes, work = self.simulation.sizes[1], self.loads.values()
         rows = sum(sizes) / replicas
         spread_evenly = rows * sum(load.forward + load.backward for load in work) / (slots * self.cluster.workers)
         return max(spread_evenly, sizes[0] * max(self.simulation.paths.values()))
 
     def cost(self, replicas: int) -> int:
         """The number of tasks in a simulation."""
-        return 2 * len(self.tree.nodes) * len(self.simulation.sizes) // replicas
+        pieces = sum(self.simulation.pieces[name] for name in self.tree.nodes)
+        return 2 * pieces * self.workload.micro_batches // replicas
 
     def score(self, placement: Placement) -> Score:
         seconds, _ = self.simulation.run(placement, self.cluster.seconds_per_float, self.cluster.latency)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from mheads.common.number_ranges import cuts
 from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.planning.stage_loads import StageLoad
 from mheads.distributed.planning.step_plan import Key, Order, plan_step
 from mheads.distributed.planning.wires import Wires
 from mheads.distributed.planning.workload import Workload
 from mheads.engine.gradient_sums import subtrees
+from mheads.engine.micro_batches import cut_pieces
 from mheads.engine.training_step import BACKWARD, FORWARD
 
 
@@ -42,13 +42,17 @@ class Simulation:
     def __init__(self, workload: Workload, loads: Mapping[str, StageLoad], workers: int) -> None:
         tree = workload.tree
         self.workload, self.tree, self.loads, self.workers = workload, tree, loads, workers
-        self.sizes = [stop - start for start, stop in cuts(workload.rows, workload.micro_batches)]
+        self.pieces = workload.pieces_by_stage
+        self.sizes = {
+            count: [stop - start for start, stop in cut_pieces(workload.rows, workload.micro_batches, count)]
+            for count in {1, *self.pieces.values()}
+        }
         self.leaves = [leaf.name for leaf in tree.leaves]
         self.roots = [root.name for root in tree.roots]
         self.groups: dict[str, int] = {}
         self.paths: dict[str, float] = {}
         for name, node in tree.nodes.items():
-            own = loads[name].forward + loads[name].backward
+            own = (loads[name].forward + loads[name].backward) / self.pieces[name]
             above = node.parent
             root = self.roots.index(name) if above is None and workload.separable else 0
             self.groups[name] = root if above is None else self.groups[above]
@@ -69,9 +73,12 @@ class Simulation:
         spent = [sum(ends) for ends in updates]
         return seconds, [busy + more for one in played for busy, more in zip(one.computed, spent, strict=True)]
 
+    def divide(self, placement: Placement) -> Division:
+        return Division(placement, self.workload.micro_batches, self.workload.in_order, self.pieces)
+
     def count(self, placement: Placement) -> tuple[int, int]:
         """Collectives that the ranks of a step take part in, and the floats that they give; without reports."""
-        division = Division(placement, len(self.sizes), self.workload.in_order)
+        division = self.divide(placement)
         planned = [
             one
             for r in range(placement.replicas)
@@ -82,7 +89,7 @@ class Simulation:
     def count_by_stage(self, placement: Placement) -> dict[tuple[str, str], int]:
         """The floats given to the collectives of a step, by kind and stage (none for the loss)."""
         floats: Counter[tuple[str, str]] = Counter()
-        division = Division(placement, len(self.sizes), self.workload.in_order)
+        division = self.divide(placement)
         for replica in range(placement.replicas):
             for key, one in _Replica(self, placement, division, replica, Wires(0.0, 0.0)).given.items():
                 floats[key[0], key[1] if key[0] != "loss" else ""] += round(one.floats)
@@ -90,8 +97,8 @@ class Simulation:
 
     def _play(self, placement: Placement, wires: Wires) -> list[_Replica]:
         """Every replica; those with micro-batches of equal sizes are alike."""
-        whole = Division(placement, len(self.sizes), self.workload.in_order)
-        shares = [tuple(self.sizes[i] for i in share) for share in whole.shares]
+        whole = self.divide(placement)
+        shares = [tuple(self.sizes[1][i] for i in share) for share in whole.shares]
         played = {shares[r]: _Replica(self, placement, whole, r, wires) for r in reversed(range(len(shares)))}
         for replica in played.values():
             replica.play()
@@ -103,10 +110,10 @@ class _Replica:
 
     def __init__(self, step: Simulation, placement: Placement, whole: Division, replica: int, wires: Wires) -> None:
         self.step, self.loads, self.wires, self.all = step, step.loads, wires, whole
-        self.sizes = [step.sizes[i] for i in whole.shares[replica]]
-        self.first = whole.shares[replica].start
+        share, self.pieces, self.in_order = whole.shares[replica], step.pieces, step.workload.in_order
+        self.sizes = {k: sizes[share.start * k : share.stop * k] for k, sizes in step.sizes.items()}
         self.placement = placement
-        self.division = Division(replace(placement, replicas=1), len(self.sizes), step.workload.in_order)
+        self.division = Division(replace(placement, replicas=1), len(share), self.in_order, self.pieces)
         self.turn = self.division.turns(0)
         slots = range(placement.slots)
         self.now = 0.0
@@ -142,8 +149,11 @@ class _Replica:
     def _num_holders(self, name: str) -> int:
         return len(self.placement.stages[name]) * self.placement.replicas
 
+    def _rows(self, name: str, i: int) -> int:
+        return self.sizes[self.pieces[name]][i]
+
     def _floats(self, name: str, i: int) -> float:
-        return self.sizes[i] * self.loads[name].output_floats
+        return self._rows(name, i) * self.loads[name].output_floats
 
     def _plan_down(self, order: Order, name: str, j: int) -> Collective:
         slots, owned = self.placement.stages[name], self.division.rounds(name, 0)[j]
@@ -180,7 +190,7 @@ class _Replica:
         slots, blocks = range(self.placement.slots), Counter[int]()
         for leaf in self.step.leaves:
             given = self.step.workload.loss_floats(self.loads[leaf].output_floats)
-            blocks[self.placement.stages[leaf][0]] += self.sizes[i] * given
+            blocks[self.placement.stages[leaf][0]] += self._rows(leaf, i) * given
 
         def arrive() -> None:
             for leaf in self.step.leaves:
@@ -192,13 +202,13 @@ class _Replica:
     def _plan_sum(self, order: Order, name: str) -> Collective:
         """The other replicas do the same at the same time."""
         ranks, parameters = self.placement.all_holders(name), self.loads[name].parameters
-        roots = [len(subtrees(self.all.parts, self.all.runs(name, rank))) for rank in ranks]
+        roots = [len(subtrees(self.all.count(name), self.all.runs(name, rank))) for rank in ranks]
         chunk = parameters / len(ranks)
         most = max(max(own * (len(ranks) - 1), sum(roots) - own) for own in roots) * chunk
         seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
         slots = self.placement.stages[name]
         floats = sum(roots) / self.placement.replicas * parameters
-        return Collective(order, slots, len(self.sizes), seconds, floats, lambda: None)
+        return Collective(order, slots, self.division.count(name), seconds, floats, lambda: None)
 
     def _give(self, key: Key) -> None:
         one = self.given.get(key)
@@ -228,7 +238,7 @@ class _Replica:
     def play(self) -> None:
         for slot in range(self.placement.slots):
             self._reach(slot)
-        for i in range(1 if self.step.workload.in_order else len(self.sizes)):
+        for i in range(1 if self.in_order else self.division.parts):
             self._start_micro_batch(i)
         while self.woken or self.events:
             for slot in sorted(self.woken):
@@ -247,21 +257,23 @@ class _Replica:
     def _start_micro_batch(self, i: int) -> None:
         for root in self.step.roots:
             for slot in self.placement.stages[root]:
-                if i in self.division.runs(root, slot):
-                    self._spawn(slot, FORWARD, root, i)
+                for j in self.pieces.of(root, i):
+                    if j in self.division.runs(root, slot):
+                        self._spawn(slot, FORWARD, root, j)
 
     def _spawn(self, slot: int, phase: int, name: str, i: int) -> None:
         shared = bool(self.step.tree.nodes[name].children) and len(self.placement.stages[name]) > 1
-        when = 0 if not shared or self.step.workload.in_order else 1 if phase == BACKWARD else -1
-        task = (self.step.groups[name], when, self.turn[i], phase, next(self.numbers), phase, name, i)
+        when = 0 if not shared or self.in_order else 1 if phase == BACKWARD else -1
+        turn = self.turn[self.pieces.whole(name, i)]
+        task = (self.step.groups[name], when, turn, phase, next(self.numbers), phase, name, i)
         heappush(self.queues[slot], task)
         self.woken.add(slot)
 
     def _start(self, slot: int, phase: int, name: str, i: int) -> None:
         load = self.loads[name]
-        seconds = self.sizes[i] * load.forward if phase == FORWARD else 0.0
+        seconds = self._rows(name, i) * load.forward if phase == FORWARD else 0.0
         if phase == BACKWARD or self._goes_straight_back(name):
-            seconds += self.sizes[i] * load.backward
+            seconds += self._rows(name, i) * load.backward
         self.idle[slot] -= 1
         self.computed[slot] += seconds
         self._after(self.now + seconds, self._finish, slot, phase, name, i)
@@ -285,13 +297,18 @@ class _Replica:
             self._give(("sum", name))
             if node.parent is not None:
                 self._hand_up(slot, name, node.parent, i)
-            elif self.step.workload.in_order:
+            elif self.in_order:
                 self._finish_micro_batch(slot, i)
 
     def _deliver(self, slot: int, name: str, i: int) -> None:
+        pieces, whole = self.pieces[name], self.pieces.whole(name, i)
+        self.heard["join", slot, name, whole] += 1
+        joined = self.heard["join", slot, name, whole] == pieces
         for child in self.step.tree.nodes[name].children:
-            if slot in self.placement.stages[child] and i in self.division.runs(child, slot):
-                self._spawn(slot, FORWARD, child, i)
+            j = self.pieces.below(name, child, i)
+            there = slot in self.placement.stages[child] and j in self.division.runs(child, slot)
+            if there and (joined or self.pieces[child] == pieces):
+                self._spawn(slot, FORWARD, child, j)
 
     def _hand_over(self, slot: int, i: int) -> None:
         if ("loss", i) in self.given:
@@ -303,17 +320,19 @@ class _Replica:
                 self._spawn(slot, BACKWARD, leaf, i)
 
     def _hand_up(self, slot: int, name: str, parent: str, i: int) -> None:
-        if len(self.placement.stages[parent]) > 1:
-            if slot == self.division.owner(name, i):
-                self._give(("up", parent, self.division.round_of(parent, i)))
-            return
-        self.heard[slot, parent, i] += 1
-        if self.heard[slot, parent, i] == len(self.step.tree.nodes[parent].children):
-            self._spawn(slot, BACKWARD, parent, i)
+        alike = self.pieces[name] == self.pieces[parent]
+        for j in [i] if alike else self.pieces.of(parent, i):
+            if len(self.placement.stages[parent]) > 1:
+                if slot == self.division.owner(name, i):
+                    self._give(("up", parent, self.division.round_of(parent, j)))
+                continue
+            self.heard[slot, parent, j] += 1
+            if self.heard[slot, parent, j] == len(self.step.tree.nodes[parent].children):
+                self._spawn(slot, BACKWARD, parent, j)
 
     def _finish_micro_batch(self, slot: int, i: int) -> None:
         roots = [root for root in self.step.roots if slot in self.placement.stages[root]]
         self.heard[slot, i] += 1
-        if self.heard[slot, i] == len(roots) and i + 1 < len(self.sizes):
+        if self.heard[slot, i] == len(roots) and i + 1 < self.division.parts:
             for root in roots:
                 self._spawn(slot, FORWARD, root, i + 1)

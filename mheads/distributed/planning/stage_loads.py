@@ -70,9 +70,11 @@ def measure_loads(workload: Workload, net: TreeNet, example: Tensor, seconds: fl
     try:
         for node, piece, x in _pieces(workload.tree, net, batch):
             part = 1.0 if node.children else workload.share
+            own = -(-rows // workload.pieces_by_stage[node.name])
+            x = nested_values.map_leaves(lambda t, own=own: t[:own], x)
             forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
             loads[node.layers] = StageLoad(
-                forward / rows, backward / rows, floats // rows, piece.num_parameters(), _measure_update(piece)
+                forward / own, backward / own, floats // own, piece.num_parameters(), _measure_update(piece)
             )
     finally:
         torch.set_num_threads(threads)

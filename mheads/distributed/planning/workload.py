@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mheads.common.errors import UserError
+from mheads.engine.micro_batches import Pieces, count_pieces
 from mheads.trees.tree_spec import Tree
 
 BANDWIDTH = 1.25e9  # bytes per second: 10 Gbit/s
@@ -14,7 +15,7 @@ LATENCY = 50e-6
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step: a tree on `rows` examples, cut into micro-batches.
+    """A training step: a tree on `rows` examples, cut into micro-batches, and these into `pieces` for shared stages.
 
     `separable`: the loss needs no gathering. `loss_floats`: what a member gives to the loss for an example, of so many
     numbers in its output. `share`: the part of the rows that a member learns from. `in_order`: its
@@ -28,6 +29,11 @@ class Workload:
     share: float = 1.0
     in_order: bool = False
     loss_floats: Callable[[int], int] = int
+    pieces: int = 1
+
+    @property
+    def pieces_by_stage(self) -> Pieces:
+        return count_pieces(self.tree, self.pieces, self.rows, self.micro_batches)
 
     @property
     def divisible(self) -> int:

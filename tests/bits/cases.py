@@ -42,7 +42,7 @@ TREE = ["digits", "members=4", "split={conv1: [2, {conv2: 2}]}", "loss=mcl", "lo
 WIDE = ["digits", "members=5", "split=conv2", "loss=mcl", "engine.micro_batches=3", "engine.stack=never"]
 ADDED_IN_PAIRS = "e576da0"  # the gradients of children at a split
 PIECES = [*TREE, "engine.shared_micro_batches=8", "engine.stack=never"]
-CUT_BY_PIECES = "HEAD"
+CUT_BY_PIECES = "17c7548"  # shared stages
 PLAIN = ["digits", "members=3"]
 
 CASES = [

@@ -30,6 +30,7 @@ class Result:
 
     problem: ClassVar[str]  # its name
     forms: ClassVar[tuple[str, str]] = (".4g", ".4g")  # of measures of the ensemble, and of those of single members
+    unit: ClassVar[str] = ""  # of these measures, before the number of examples
     members: list[Number]  # of each
     single: Number  # the mean of these
     ensemble_mean: Number  # of the mean of the members' answers
@@ -94,11 +95,22 @@ class Result:
         texts = {name: format(value, form) for name, value in together.items() if value is not None}
         return {**texts, "members": " ".join(format(value, of_members) for value in self.members)}
 
+    def __str__(self) -> str:
+        """The headline; the fields have all measures."""
+        if not self.examples:
+            return "not evaluated"
+        measured = ", ".join(f"{name} {text}" for name, text in self.headline().items())
+        return f"{measured} ({self.unit}{self.examples:,} examples)"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
 
 class PercentResult(Result):
     """A result whose measures are in percent."""
 
-    forms = (".2f", ".1f")
+    forms, unit = (".2f", ".1f"), "% of "
 
     def round_number(self, name: str, x: float) -> float:
         return round(x, 4)

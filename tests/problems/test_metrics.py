@@ -245,6 +245,14 @@ def test_strides_and_a_graph_do_not_matter():
     assert compute(strided, torch.from_numpy(y)) == compute(outputs, y)
 
 
+def test_a_printed_result_is_its_headline():
+    """Two members, of which the second is always right and the first on one of two examples."""
+    outputs = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]]])
+    result = compute(outputs, torch.tensor([0, 1]))
+    assert str(result) == "Ensemble-Mean 100.00, Oracle 100.00 (by chance 100.00), members 50.0 100.0 (% of 2 examples)"
+    assert str(ClassificationResult.unknown(2, 2)) == "not evaluated"
+
+
 def test_json_round_trip():
     result = compute(*random_case(3, 70, 4))
     values = json.loads(json.dumps({**result.to_dict(), "seconds": 3}, allow_nan=False))

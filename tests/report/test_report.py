@@ -343,6 +343,11 @@ def test_the_command_trains_the_same_again(runs):
     assert describe.command(arrays).startswith("mheads.fit(...) in Python")  # which no command can
 
 
+@pytest.mark.parametrize(("size", "text"), [(23_456, "0.023 MB"), (2_340_000, "2.3 MB"), (1_446_000_000, "1,446 MB")])
+def test_sizes_have_at_least_two_digits(size, text):
+    assert describe.megabytes(size) == text
+
+
 def test_the_papers_figures_are_found_by_the_config():
     row, figures = paper_figures(configs.load("cifar10_quick", ["loss.name=mcl", "loss.k=1", "seed=3"]))
     assert row == "mcl_k1 of mcl, cifar10_quick"

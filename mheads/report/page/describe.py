@@ -118,3 +118,8 @@ def versions(record: Record) -> str:
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 60 else duration(value)
+
+
+def megabytes(size: float) -> str:
+    """Bytes in MB, with two digits at least."""
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2g} MB"

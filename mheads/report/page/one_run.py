@@ -238,9 +238,9 @@ def show_cost(run: ShownRun) -> Sequence[Part]:
     if pace:
         facts.append(("Pace", f"{float(np.median(pace)):,.0f} examples a second, in the median"))
     if result.get("peak_memory"):
-        facts.append(("Peak memory", f"{result['peak_memory'] / 1e6:,.0f} MB"))
+        facts.append(("Peak memory", describe.megabytes(result["peak_memory"])))
     if record.folder.model.is_file():
-        facts.append(("Weights on disk", f"{record.folder.model.stat().st_size / 1e6:,.1f} MB"))
+        facts.append(("Weights on disk", describe.megabytes(record.folder.model.stat().st_size)))
     if not facts:
         raise UserError("Nothing is known yet")
     return [FactList(facts)]

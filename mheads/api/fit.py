@@ -63,7 +63,7 @@ def fit(
     test: Examples | None = None,
     iterations: int | None = None,
     epochs: float | None = None,
-    run: str | Path | None = None,
+    folder: str | Path | None = None,
     init: str | Path | Mapping[str, Tensor] | TreeNet | Run | None = None,
     init_map: Mapping[str, str | None] | None = None,
     freeze: Sequence[str] | None = None,
@@ -83,20 +83,20 @@ def fit(
     `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy. `sampling` says
     who learns from which examples, as in a config, or as an array [M, N] of sample weights. `teacher` are probabilities
     [N, C] to be learned beside the labels, or `{"answers": probabilities, "weight": 0.5, "temperature": 2}`.
-    `iterations` counts steps (1,000 by default), `epochs` passes over the training set. `run` is a folder, and the same
-    call on the same folder resumes; without it nothing outlives the run that is returned. `init` is where weights come
-    from, if not from the net: a file, a state dict, the folder of a run, a run, or another tree; `init_map` maps name
-    prefixes in a file or state dict to prefixes in this network, None skips them. `freeze` names stages or layers that
-    do not learn in this call. `show` shows progress or not; by default where somebody looks. The other keywords are
-    keys of the config (docs/configuration.md): `optimizer` is `optim.name`, `schedule="cosine"` or
+    `iterations` counts steps (1,000 by default), `epochs` passes over the training set. `folder` is the run folder, and
+    the same call on the same folder resumes; without it nothing outlives the run that is returned. `init` is where
+    weights come from, if not from the net: a file, a state dict, the folder of a run, a run, or another tree;
+    `init_map` maps name prefixes in a file or state dict to prefixes in this network, None skips them. `freeze` names
+    stages or layers that do not learn in this call. `show` shows progress or not; by default where somebody looks. The
+    other keywords are keys of the config (docs/configuration.md): `optimizer` is `optim.name`, `schedule="cosine"` or
     `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
     Ctrl-C finishes the step, saves, and raises a KeyboardInterrupt whose attribute `run` is the run so far.
     """
     check_keywords(options, fit)
     net, iterations, epochs = _check_net(net), as_plain(iterations), as_plain(epochs)
-    _check_types(run, init_map, log, options, iterations, epochs)
-    folder = None if run is None else RunFolder(Path(os.path.expanduser(run)))
+    _check_types(folder, init_map, log, options, iterations, epochs)
+    run_folder = None if folder is None else RunFolder(Path(os.path.expanduser(folder)))
     keywords, watch = DEFAULTS | dict(options), watcher(show)
     with speaking_python(), _freeze(net, freeze):
         loss, teacher = as_loss(loss), _as_teacher(teacher)
@@ -106,12 +106,12 @@ def fit(
         count = _count_iterations(iterations, epochs, len(data.train), keywords)
         own = {"init_map": dict(init_map or {}), "sampling": sampling if array is None else "array", "log": log or {}}
         config = _make_config(net, loss, teacher, count, keywords, own)
-        _check_idle_keys(config, folder)
+        _check_idle_keys(config, run_folder)
         # Only now: a call that raises for what it asks has changed nothing.
-        config = config.model_copy(update={"init": set_init(net, init, folder, watch, init_map)})
-        check_not_failed(net, folder)
+        config = config.model_copy(update={"init": set_init(net, init, run_folder, watch, init_map)})
+        check_not_failed(net, run_folder)
         experiment = assemble_experiment(config, net, loss, data, array=array, answers=teacher.get("answers"))
-        return _train(experiment, folder, watch)
+        return _train(experiment, run_folder, watch)
 
 
 def _check_net(net: TreeNet | nn.Module) -> TreeNet:
@@ -134,14 +134,16 @@ def _check_net(net: TreeNet | nn.Module) -> TreeNet:
     return net
 
 
-def _check_types(run: Any, init_map: Any, log: Any, options: Mapping[str, Any], iterations: Any, epochs: Any) -> None:
+def _check_types(
+    folder: Any, init_map: Any, log: Any, options: Mapping[str, Any], iterations: Any, epochs: Any
+) -> None:
     if iterations is not None and epochs is not None:
         raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
     if epochs is not None and not (isinstance(epochs, int | float) and 0 < epochs < math.inf):
         raise UserError(f"epochs={epochs!r}: give a number above 0")
     schedule = options.get("schedule", "")
     for name, value, kinds, remedy in (
-        ("run", run, str | Path | None, "the path of a folder"),
+        ("folder", folder, str | Path | None, "the path of a folder"),
         ("schedule", schedule, str | Mapping, "a name such as 'cosine', or a dict such as {'name': 'step', ...}"),
         ("init_map", init_map, Mapping | None, "a dict such as {'backbone.': ''}"),
         ("log", log, Mapping | None, "a dict such as {'evaluate_every': 100}"),

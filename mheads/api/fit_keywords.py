@@ -115,7 +115,7 @@ ALIASES = {
     "sampling='bagging'": "bagging bootstrap",
     "sampling={'name': 'subset', 'fraction': ...}": "subsample max_samples",
     "show": "verbose progress verbosity enable_progress_bar progress_bar",
-    "run": "folder output_dir default_root_dir save_dir log_dir out path checkpoint_dir",
+    "folder": "run run_folder output_dir default_root_dir save_dir log_dir out path checkpoint_dir",
     "init": "pretrained checkpoint ckpt_path warm_start resume_from_checkpoint init_weights",
     "log={'checkpoint_every': ...}": "checkpoint_every",
     "log={'tensorboard': True}": "tensorboard logger",

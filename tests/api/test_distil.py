@@ -195,7 +195,7 @@ def test_a_run_does_not_go_on_with_other_answers(digits, tmp_path):
 
     def run(answers, iterations):
         net = mheads.TreeNet(small, members=1)
-        options = {"train": digits, "test": digits, "run": tmp_path / "run", "show": False}
+        options = {"train": digits, "test": digits, "folder": tmp_path / "run", "show": False}
         return mheads.fit(net, independent(), teacher=answers, iterations=iterations, **options)
 
     run(one, 3)
@@ -326,7 +326,7 @@ def test_a_run_of_arrays_is_distilled_in_python(digits, mheads, tmp_path):
 
     x, y = digits
     net = package.TreeNet(small, members=2)
-    run = package.fit(net, train=(x, y), iterations=2, run=tmp_path / "run", show=False)
+    run = package.fit(net, train=(x, y), iterations=2, folder=tmp_path / "run", show=False)
     refused(mheads("distil", tmp_path / "run", "--trust", "-f", tmp_path / "new"), "fit(net, train=(x, y), teacher=")
     student = package.fit(
         package.TreeNet(small, members=1), train=(x, y), teacher=run.answer(x), iterations=2, show=False

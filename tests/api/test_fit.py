@@ -27,7 +27,7 @@ QUICK = {"train": TRAIN, "test": TEST, "lr": 0.05, "batch_size": 40}
 def trained(tmp_path_factory):
     net = mheads.TreeNet(user_networks.Plain, members=3, split="first")
     run = tmp_path_factory.mktemp("trained") / "run"
-    return mheads.fit(net, mheads.losses.mcl(k=1), iterations=30, run=run, **QUICK)
+    return mheads.fit(net, mheads.losses.mcl(k=1), iterations=30, folder=run, **QUICK)
 
 
 def test_fit_trains_a_network_of_ones_own(trained):
@@ -54,7 +54,7 @@ def test_fit_shows_who_owns_what(trained):
 def test_the_same_call_on_the_same_folder_resumes_and_then_finds_it_finished(trained, tmp_path):
     def fit(iterations):
         net = mheads.TreeNet(user_networks.Plain, members=3, split="first")
-        return mheads.fit(net, mheads.losses.mcl(k=1), iterations=iterations, run=tmp_path / "run", **QUICK)
+        return mheads.fit(net, mheads.losses.mcl(k=1), iterations=iterations, folder=tmp_path / "run", **QUICK)
 
     def states(run):
         return run.net.state_dict().items()
@@ -71,7 +71,7 @@ def test_the_same_call_on_the_same_folder_resumes_and_then_finds_it_finished(tra
 def test_another_call_on_the_same_folder_is_refused(trained):
     net = mheads.TreeNet(user_networks.Plain, members=3, split="first")
     with pytest.raises(mheads.UserError, match=r"loss.k: 1 in the folder, 2 now"):
-        mheads.fit(net, mheads.losses.mcl(k=2), iterations=30, run=trained.folder, **QUICK)
+        mheads.fit(net, mheads.losses.mcl(k=2), iterations=30, folder=trained.folder, **QUICK)
 
 
 def test_a_run_is_loaded_by_the_factory_it_names(trained):
@@ -85,7 +85,7 @@ def test_a_run_of_a_local_factory_is_loaded_with_the_factory_given(tmp_path):
     def factory():
         return user_networks.Plain(hidden=8)
 
-    run = mheads.fit(mheads.TreeNet(factory, members=2), iterations=2, run=tmp_path / "run", **QUICK)
+    run = mheads.fit(mheads.TreeNet(factory, members=2), iterations=2, folder=tmp_path / "run", **QUICK)
     with pytest.raises(mheads.UserError, match=r"mheads.load\(run, factory\)"):
         mheads.load(tmp_path / "run")
     loaded = mheads.load(tmp_path / "run", factory)
@@ -104,7 +104,7 @@ def test_a_loss_of_ones_own_can_be_fitted(tmp_path):
 
     own = mheads.losses.Loss("mine", function, options={"anything": 1})
     common = {"iterations": 3, **QUICK}
-    one = mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), own, run=tmp_path / "run", **common)
+    one = mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), own, folder=tmp_path / "run", **common)
     other = mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), **common)
     for mine, theirs in zip(one.net.parameters(), other.net.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -157,7 +157,7 @@ HINTS = {  # what users of other libraries try, and what it is here
     "validation_data": "test=", "validation_split": "validation", "steps_per_epoch": "iterations", "clipnorm": "clip",
     "callbacks": "evaluate_every", "metrics": "run.result", "shuffle": "always drawn anew", "x": "train=",  # Keras
     "max_epochs": "epochs", "max_steps": "iterations", "gradient_clip_val": "clip", "accelerator": "device",
-    "accumulate_grad_batches": "accumulate", "log_every_n_steps": "log={'every'", "default_root_dir": "run",
+    "accumulate_grad_batches": "accumulate", "log_every_n_steps": "log={'every'", "default_root_dir": "folder",
     "check_val_every_n_epoch": "log={'evaluate_every'", "val_dataloaders": "test=", "train_dataloader": "train=",
     "datamodule": "train=", "ckpt_path": "init", "num_workers": "workers", "fp16": "precision",
     "deterministic": "same bits", "model": "TreeNet",  # Lightning
@@ -186,7 +186,7 @@ def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     np.save(tmp_path / "weights.npy", np.ones((2, len(TRAIN[0]))))
     by_file = {"name": "file", "path": "~/weights.npy"}
-    run = fit_plain(run="~/run", iterations=2, sampling=by_file)
+    run = fit_plain(folder="~/run", iterations=2, sampling=by_file)
     assert (tmp_path / "run" / "result.json").exists()
     assert mheads.load("~/run", user_networks.Plain).result == run.result
     weights = run.net.state_dict()
@@ -221,7 +221,7 @@ def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
         (lambda: fit_plain(epochs=1, iterations=1), "same thing twice"),
         (lambda: fit_plain(epochs=1, batch_size=0), "batch_size = 0"),
         (lambda: fit_plain(log=5), "log=5: give a dict"),
-        (lambda: fit_plain(run=5), "run=5: give the path"),
+        (lambda: fit_plain(folder=5), "folder=5: give the path"),
         (lambda: fit_plain(schedule=int), "schedule=<class 'int'>: give a name"),
         (lambda: fit_plain(learning_rate=1), "no keyword 'learning_rate': did you mean lr"),
         (lambda: fit_plain(optimizer=torch.optim.Adam), "optimizer = .*Adam.*: give the name of one: sgd, adamw"),
@@ -291,7 +291,7 @@ def test_tied_weights_and_infinite_masks_are_saved_and_loaded(tmp_path):
 
     x, y = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32), np.arange(60) % 3
     net = mheads.TreeNet(factory, members=2)
-    run = mheads.fit(net, train=(x, y), test=(x, y), iterations=4, batch_size=20, run=tmp_path / "run")
+    run = mheads.fit(net, train=(x, y), test=(x, y), iterations=4, batch_size=20, folder=tmp_path / "run")
     loaded = mheads.load(tmp_path / "run", factory)
     assert loaded.net.member(0)[0].weight is loaded.net.member(0)[2].weight
     assert torch.equal(loaded.predict(x), run.predict(x))
@@ -330,7 +330,7 @@ def quick(x, **options):
 
 @pytest.fixture(scope="module")
 def on_pixels(tmp_path_factory):
-    return quick(PIXELS, normalize="mean_image", run=tmp_path_factory.mktemp("pixels") / "run")
+    return quick(PIXELS, normalize="mean_image", folder=tmp_path_factory.mktemp("pixels") / "run")
 
 
 def test_uint8_arrays_train_without_being_scaled_by_hand(on_pixels):
@@ -407,7 +407,7 @@ def test_a_sequence_of_layers_or_a_function_is_one_model():
 def test_without_a_test_set_every_class_of_sorted_data_is_held_out(tmp_path):
     order = np.argsort(Y[:400], kind="stable")
     net = mheads.TreeNet(user_networks.Plain, members=2)
-    run = mheads.fit(net, train=(X[order], Y[order]), iterations=1, seed=5, run=tmp_path / "run")
+    run = mheads.fit(net, train=(X[order], Y[order]), iterations=1, seed=5, folder=tmp_path / "run")
     assert np.sum(run.result.ownership, axis=0).tolist() == [4] * 10
     assert run.data.held_out == "40 of 400 examples, stratified, seed 5"
     assert mheads.load(tmp_path / "run", user_networks.Plain).data.held_out == run.data.held_out
@@ -515,7 +515,7 @@ def test_a_dataset_with_random_transforms_resumes_to_the_same_bits(tmp_path):
 
     def fit(iterations, run):
         net = mheads.TreeNet(user_networks.Plain, members=2, split="first")
-        return mheads.fit(net, train=Noisy(), iterations=iterations, batch_size=20, run=tmp_path / run)
+        return mheads.fit(net, train=Noisy(), iterations=iterations, batch_size=20, folder=tmp_path / run)
 
     fit(3, "a")
     torch.rand(5)  # whatever else is drawn

@@ -20,9 +20,11 @@ def small(outputs=3):
 
 def test_a_run_whose_net_was_trained_on_warns_and_can_be_brought_back(tmp_path, recwarn):
     net = TreeNet(small, members=2)
-    first = fit(net, train=TABLE, test=TABLE, iterations=5, lr=0.1, run=tmp_path / "first")
+    first = fit(net, train=TABLE, test=TABLE, iterations=5, lr=0.1, folder=tmp_path / "first")
     said = first.predict(TABLE[0])
-    fit(net, train=TABLE, test=TABLE, iterations=5, lr=0.1, run=tmp_path / "first")  # finished: the same weights again
+    fit(
+        net, train=TABLE, test=TABLE, iterations=5, lr=0.1, folder=tmp_path / "first"
+    )  # finished: the same weights again
     first.predict(TABLE[0]), copy.deepcopy(first).predict(TABLE[0]), pickle.loads(pickle.dumps(first)).predict(TABLE[0])
     assert not [w for w in recwarn if "have changed since the run" in str(w.message)]
     second = fit(net, train=TABLE, test=TABLE, iterations=5, lr=0.1)
@@ -191,7 +193,7 @@ def test_a_tree_may_be_given_in_numpys_numbers(tmp_path):
     net = TreeNet(small, members=np.int64(3), split="0")
     assert net.num_members == 3 and net.with_members(np.int64(1)).num_members == 4
     nested = TreeNet(small, tree={"0": [np.int64(2), 1]})
-    run = fit(nested, train=TABLE, iterations=1, run=tmp_path / "run")
+    run = fit(nested, train=TABLE, iterations=1, folder=tmp_path / "run")
     assert mheads.load(tmp_path / "run", small).net.num_members == 3
     assert run.member(np.int64(1))(TABLE[0]).shape == (60, 3)
 
@@ -228,7 +230,7 @@ def test_models_elsewhere_that_give_one_number_are_told_how_regression_has_it():
 
 
 def test_a_run_can_be_a_key_and_be_loaded_again(tmp_path):
-    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run=tmp_path / "run")
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, folder=tmp_path / "run")
     again = mheads.load(run, small)
     assert {run: 1, again: 2}[run] == 1 and run != again
     assert torch.equal(again.predict(TABLE[0]), run.predict(TABLE[0]))
@@ -237,7 +239,7 @@ def test_a_run_can_be_a_key_and_be_loaded_again(tmp_path):
 def test_a_run_knows_its_folder_after_a_change_of_the_current_one(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir(), (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run="mine")
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, folder="mine")
     monkeypatch.chdir(tmp_path / "there")
     assert str(tmp_path / "here" / "mine") in repr(run)
     assert mheads.load(run.folder, small).result == run.result
@@ -279,7 +281,7 @@ def test_numbers_that_float32_cannot_tell_apart_are_refused_as_targets():
 def test_what_is_held_out_can_be_measured_again_and_sample_weights_may_be_of_all(tmp_path):
     x, y = TABLE[0].numpy(), TABLE[1].numpy()
     sample_weights = np.random.default_rng(0).integers(0, 3, (2, 60)) + 0.5
-    run = fit(TreeNet(small, members=2), train=(x, y), sampling=sample_weights, iterations=3, run=tmp_path / "run")
+    run = fit(TreeNet(small, members=2), train=(x, y), sampling=sample_weights, iterations=3, folder=tmp_path / "run")
     rows = mheads.load(tmp_path / "run", small).data.held_out_rows
     assert len(rows) == 6
     found = run.evaluate(x[rows], y[rows])
@@ -305,7 +307,7 @@ def test_a_network_may_learn_to_give_its_input_back():
 
 
 def test_a_service_under_inference_mode_loads_answers_and_copies(tmp_path):
-    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run=tmp_path / "run")
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, folder=tmp_path / "run")
     expected = run.predict(TABLE[0])
     with torch.inference_mode():
         loaded = mheads.load(tmp_path / "run", small)
@@ -331,7 +333,7 @@ def test_what_a_run_answers_can_be_learned_from_and_written_to():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_net_that_was_converted_is_loaded_in_its_precision(tmp_path, dtype):
     net = TreeNet(small, members=2).to(dtype)
-    run = fit(net, train=TABLE, iterations=5, run=tmp_path / "run")
+    run = fit(net, train=TABLE, iterations=5, folder=tmp_path / "run")
     loaded = mheads.load(tmp_path / "run", small)
     assert loaded.net.dtype == dtype
     assert torch.equal(loaded.predict(TABLE[0]), run.predict(TABLE[0]))

@@ -77,9 +77,9 @@ def test_figures_are_shown_as_pictures(notebook):
 
 def test_a_folder_says_that_it_resumes_and_that_it_is_finished(notebook, tmp_path):
     folder = str(tmp_path / "run")
-    notebook(f"net = mheads.TreeNet(user_networks.Plain, members=2); fit(10, run={folder!r})")
-    assert "resuming at iteration 10 of 20" in notebook(f"longer = fit(20, run={folder!r})")[0][1]
-    assert "is finished" in notebook(f"longer = fit(20, run={folder!r})")[0][1]
+    notebook(f"net = mheads.TreeNet(user_networks.Plain, members=2); fit(10, folder={folder!r})")
+    assert "resuming at iteration 10 of 20" in notebook(f"longer = fit(20, folder={folder!r})")[0][1]
+    assert "is finished" in notebook(f"longer = fit(20, folder={folder!r})")[0][1]
 
 
 def test_interrupting_the_kernel_leaves_the_run_so_far(notebook):

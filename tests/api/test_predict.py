@@ -28,7 +28,7 @@ def vectors(tmp_path_factory):
     """A run on 64 features from 0 to 16, given in float64 far from zero."""
     run = tmp_path_factory.mktemp("vectors") / "run"
     net = package.TreeNet(user_networks.Plain, members=2)
-    return package.fit(net, train=(X[:300] + 1e8, Y[:300]), iterations=30, lr=0.05, normalize="mean_std", run=run)
+    return package.fit(net, train=(X[:300] + 1e8, Y[:300]), iterations=30, lr=0.05, normalize="mean_std", folder=run)
 
 
 def rows_of(out):
@@ -147,7 +147,7 @@ def pictures(tmp_path_factory):
     images = (X.reshape(-1, 8, 8) * 15).astype(np.uint8)
     net = package.TreeNet(user_networks.with_dropout, members=3, split="conv")
     data = {"train": (images[200:], Y[200:]), "classes": [f"digit {d}" for d in range(10)]}
-    run = package.fit(net, iterations=30, lr=0.1, run=folder / "run", **data)
+    run = package.fit(net, iterations=30, lr=0.1, folder=folder / "run", **data)
     for i in range(130):
         place = folder / "images" / f"{i % 2}"
         place.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def test_names_that_a_spreadsheet_would_take_for_formulas_are_quoted(mheads, tmp
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8)
     net = package.TreeNet(partial(NETWORKS["digits"], classes=5), members=1)
-    run = package.fit(net, train=(x, np.arange(40) % 5), classes=classes, iterations=1, run="run")
+    run = package.fit(net, train=(x, np.arange(40) % 5), classes=classes, iterations=1, folder="run")
     Image.fromarray(x[0]).save("=a.png")
     Image.fromarray(x[0]).save("b=.png")
     assert mheads("predict", "run", "=a.png", "b=.png", "-o", "out.csv").code == 0
@@ -251,7 +251,7 @@ def test_outputs_of_many_images_go_to_an_npz_file(mheads, pictures, tmp_path, mo
 def test_numbers_go_to_a_csv_file_too(mheads, tmp_path):
     x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
     net = package.TreeNet(user_networks.numbers, members=2)
-    run = package.fit(net, train=(x, x[:, :2]), test=(x, x[:, :2]), iterations=2, run=tmp_path / "run")
+    run = package.fit(net, train=(x, x[:, :2]), test=(x, x[:, :2]), iterations=2, folder=tmp_path / "run")
     np.savez(tmp_path / "x.npz", x=x)
     assert mheads("predict", "--trust", run.folder, tmp_path / "x.npz", "-o", tmp_path / "out.csv").code == 0
     lines = read(tmp_path / "out.csv")
@@ -279,7 +279,7 @@ def test_members_trained_on_the_mean_of_their_scores_answer_with_it_wherever_the
             net.member(m)[0].weight.copy_(weight), net.member(m)[0].bias.zero_()
         scores = net(x).mean(0)
     y = scores.argmax(1)
-    run = package.fit(net, "score_averaged", train=(x, y), test=(x, y), iterations=1, lr=1e-12, run=tmp_path / "run")
+    run = package.fit(net, "score_averaged", train=(x, y), test=(x, y), iterations=1, lr=1e-12, folder=tmp_path / "run")
     assert run.result.ensemble_mean == run.result.ensemble_mean_scores == 100
     assert run.result.nll["ensemble_mean"] == pytest.approx(nn.functional.cross_entropy(scores, y).item(), abs=1e-4)
     assert package.evaluate(net, (x, y)).ensemble_mean < 90  # of probabilities
@@ -298,7 +298,7 @@ def test_several_labels_go_to_files_as_probabilities_by_their_names(mheads, tmp_
     y = np.stack([x[:, 0] > 0, x[:, 1] > 0], 1)
     net = package.TreeNet(user_networks.numbers, members=2)
     labels = {"classes": ["cat", "dog"], "problem": "multilabel"}
-    run = package.fit(net, train=(x, y), test=(x, y), iterations=2, run=tmp_path / "run", **labels)
+    run = package.fit(net, train=(x, y), test=(x, y), iterations=2, folder=tmp_path / "run", **labels)
     np.savez(tmp_path / "x.npz", x=x)
     for name in ("out.csv", "out.npz"):
         done = mheads("predict", "--trust", run.folder, tmp_path / "x.npz", "-o", tmp_path / name)

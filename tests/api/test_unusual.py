@@ -224,7 +224,7 @@ class Scaled(nn.Module):
 def test_the_count_of_steps_of_a_scalar_keeps_its_digits(optimizer, tmp_path):
     def run(folder, iterations):
         net = mheads.TreeNet(lambda: Scaled().bfloat16(), members=1)
-        options = {"optimizer": optimizer, "lr": 0.01, "batch_size": 4, "run": tmp_path / folder}
+        options = {"optimizer": optimizer, "lr": 0.01, "batch_size": 4, "folder": tmp_path / folder}
         return mheads.fit(net, iterations=iterations, log={"evaluate_every": 0, "every": 300}, **options, **DATA)
 
     run("stopped", 261)
@@ -252,7 +252,7 @@ class Focal(nn.Module):
 def test_a_run_does_not_go_on_with_another_module_for_a_loss(wrap, other, tmp_path):
     def run(module, iterations):
         net = mheads.TreeNet(small, members=2)
-        return mheads.fit(net, wrap(module), iterations=iterations, run=tmp_path / "run", **DATA)
+        return mheads.fit(net, wrap(module), iterations=iterations, folder=tmp_path / "run", **DATA)
 
     run(Focal(1.0), 3)
     with pytest.raises(UserError, match="Focal"):
@@ -307,7 +307,7 @@ def test_a_number_for_a_split_is_not_taken_for_members_where_layers_have_numbers
         with pytest.raises(UserError, match=r'the layer 2 is split="2", in quotes'):
             mheads.TreeNet(small, members=members, split=2)
     assert mheads.TreeNet(small, members=3, split="0").tree.roots[0].layers[0] == "0"
-    mheads.fit(mheads.TreeNet(small, members=2), iterations=2, run=tmp_path / "run", **DATA)
+    mheads.fit(mheads.TreeNet(small, members=2), iterations=2, folder=tmp_path / "run", **DATA)
     assert mheads.load(tmp_path / "run", small).net.num_members == 2  # whose config says split: 2
 
 

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     net = mheads.TreeNet(user_networks.with_dropout, members=3, split="conv")
     folder = tmp_path_factory.mktemp("views") / "run"
     keys = {"iterations": 3, "batch_size": 10, "lr": 0.05, "normalize": "mean_image", "scale": 1}
-    return mheads.fit(net, train=(X, Y), test=(X, Y), views=VIEWS, run=folder, **keys)
+    return mheads.fit(net, train=(X, Y), test=(X, Y), views=VIEWS, folder=folder, **keys)
 
 
 def test_all_answers_are_means_over_the_views(run, tmp_path):

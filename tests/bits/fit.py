@@ -2,6 +2,7 @@
 
 `fit.py RUN --outputs=FILE.npz` writes what such a run answers."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ if __name__ == "__main__":
         np.savez(option[1], outputs=mheads.load(run).predict(x[200:]).numpy())
         sys.exit()
     more = {"stack": option[1]} if option else {}
+    more["folder" if "folder" in inspect.signature(mheads.fit).parameters else "run"] = run  # as it was called at first
     net = mheads.TreeNet(NETWORKS["digits"], members=3, split="conv2")
     log = {"every": 4, "evaluate_every": 12, "checkpoint_every": 8}
-    mheads.fit(net, mheads.losses.mcl(k=2), train=(x[:200], y[:200]), test=(x[200:], y[200:]), run=run, iterations=24,
+    mheads.fit(net, mheads.losses.mcl(k=2), train=(x[:200], y[:200]), test=(x[200:], y[200:]), iterations=24,
                batch_size=40, lr=0.02, sampling="bagging", log=log, show=False, **more)  # fmt: skip

@@ -128,37 +128,37 @@ def make(**options):
 
 
 def test_a_fit_with_another_seed_or_start_of_the_net_is_refused(tmp_path):
-    run = package.fit(make(), run=tmp_path / "run", **QUICK)
+    run = package.fit(make(), folder=tmp_path / "run", **QUICK)
     with pytest.raises(UserError, match="seed of the network: 0 there, 1 now"):
-        package.fit(make(seed=1), run=run.folder, **QUICK)
+        package.fit(make(seed=1), folder=run.folder, **QUICK)
     changed = make()
     with torch.no_grad():
         changed.member(0)[0].weight += 1
     with pytest.raises(UserError, match="weights that training starts from differ"):
-        package.fit(changed, run=run.folder, **QUICK)
-    again = package.fit(make(), run=run.folder, **QUICK)
+        package.fit(changed, folder=run.folder, **QUICK)
+    again = package.fit(make(), folder=run.folder, **QUICK)
     assert again.summary == run.summary
 
 
 def test_a_net_that_was_trained_in_a_folder_finds_it_finished_and_goes_on_in_it(tmp_path):
     net = make()
-    run = package.fit(net, run=tmp_path / "run", **QUICK)
+    run = package.fit(net, folder=tmp_path / "run", **QUICK)
     trained = fingerprint.weights(net.state_dict())
-    assert package.fit(net, run=tmp_path / "run", **QUICK).summary == run.summary
+    assert package.fit(net, folder=tmp_path / "run", **QUICK).summary == run.summary
     assert fingerprint.weights(net.state_dict()) == trained
     # In another folder it starts from the trained weights; back in the first, that one is still its own.
-    other = package.fit(net, run=tmp_path / "other", **QUICK)
+    other = package.fit(net, folder=tmp_path / "other", **QUICK)
     assert fingerprint.weights(other.net.state_dict()) != trained
-    assert package.fit(net, run=tmp_path / "run", **QUICK).summary == run.summary
+    assert package.fit(net, folder=tmp_path / "run", **QUICK).summary == run.summary
     assert fingerprint.weights(net.state_dict()) == trained
     loaded = package.load(tmp_path / "run", small)
-    longer = package.fit(loaded.net, run=tmp_path / "run", **(QUICK | {"iterations": 5}))
+    longer = package.fit(loaded.net, folder=tmp_path / "run", **(QUICK | {"iterations": 5}))
     straight = package.fit(make(), **(QUICK | {"iterations": 5}))
     assert fingerprint.weights(longer.net.state_dict()) == fingerprint.weights(straight.net.state_dict())
     with torch.no_grad():
         net.member(0)[0].weight += 1  # by hand
     with pytest.raises(UserError, match="starts from differ"):
-        package.fit(net, run=tmp_path / "other", **QUICK)
+        package.fit(net, folder=tmp_path / "other", **QUICK)
 
 
 @pytest.mark.parametrize(

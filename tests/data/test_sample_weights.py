@@ -204,7 +204,7 @@ def test_a_run_that_is_no_generalist_is_refused(tmp_path, generalist, mheads):
     arrays = tmp_path / "arrays"
     x = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
     package.fit(
-        package.TreeNet(user_networks.to_three, members=2), train=(x, np.arange(40) % 3), iterations=1, run=arrays
+        package.TreeNet(user_networks.to_three, members=2), train=(x, np.arange(40) % 3), iterations=1, folder=arrays
     )
     assert "mheads.data.confusable" in refused(arrays)
     (generalist_copy := tmp_path / "copy").mkdir()

@@ -157,7 +157,7 @@ def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
     with pytest.warns(UserWarning, match="members 1, 2 have won no example in the last 5 iterations") as warned:
         net = TreeNet(network, members=3)
         mheads.fit(
-            net, train=(x, y), loss=loss, test=(x, y), batch_size=16, iterations=12, run=tmp_path / "run", log=log
+            net, train=(x, y), loss=loss, test=(x, y), batch_size=16, iterations=12, folder=tmp_path / "run", log=log
         )
     told = [str(w.message) for w in warned if "won no example" in str(w.message)]
     assert len(told) == 1
@@ -200,7 +200,9 @@ def test_the_fine_history_is_in_the_run_folder(tmp_path):
     x, y = np.random.default_rng(0).normal(size=(640, 2)).astype(np.float32), np.arange(640) % 3
     net = TreeNet(lambda: nn.Sequential(nn.Linear(2, 3)), members=2)
     log = {"every": 50, "evaluate_every": 5}
-    mheads.fit(net, train=(x, y), loss="mcl", test=(x, y), batch_size=32, iterations=8, run=tmp_path / "run", log=log)
+    mheads.fit(
+        net, train=(x, y), loss="mcl", test=(x, y), batch_size=32, iterations=8, folder=tmp_path / "run", log=log
+    )
     with np.load(tmp_path / "run/assignments.npz") as file:
         assert file["moments"].tolist() == [2, 4, 5, 7, 8]
         np.testing.assert_array_equal(file["steps"].sum((1, 2)), [64, 64, 32, 64, 32])

@@ -30,7 +30,7 @@ def small():
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text") / "run"
     net = TreeNet(small, members=3, split="block0")
-    return package.fit(net, losses.mcl(k=1), train=(X[:200], Y[:200]), test=(X[200:], Y[200:]), run=folder, **QUICK)
+    return package.fit(net, losses.mcl(k=1), train=(X[:200], Y[:200]), test=(X[200:], Y[200:]), folder=folder, **QUICK)
 
 
 def test_a_text_is_encoded_as_torchs_own_layers_do():

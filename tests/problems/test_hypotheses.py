@@ -30,7 +30,12 @@ def paths(flat=False):
 def test_trajectories_are_learned_in_their_shape_and_measured_as_numpy_does(flat, tmp_path):
     net = TreeNet(partial(paths, flat), members=3, seed=0)
     run = fit(
-        net, losses.mcl(k=1), train=(X[:90], PATHS[:90]), test=(X[90:], PATHS[90:]), iterations=20, run=tmp_path / "run"
+        net,
+        losses.mcl(k=1),
+        train=(X[:90], PATHS[:90]),
+        test=(X[90:], PATHS[90:]),
+        iterations=20,
+        folder=tmp_path / "run",
     )
     outputs = run.predict(X[90:]).double().numpy()
     assert outputs.shape == (3, 30, 4, 2)
@@ -104,9 +109,12 @@ def linear():
 def test_targets_are_normalised_on_the_training_part_and_answers_are_in_old_units(tmp_path):
     common = {"test": (X[90:], NUMBERS[90:]), "iterations": 30, "lr": 0.1, "seed": 3}
     run = fit(
-        TreeNet(linear, members=2, seed=1), train=(X[:90], NUMBERS[:90]), normalize_targets=True, run=tmp_path / "run",
+        TreeNet(linear, members=2, seed=1),
+        train=(X[:90], NUMBERS[:90]),
+        normalize_targets=True,
+        folder=tmp_path / "run",
         **common,
-    )  # fmt: skip
+    )
     mean, std = NUMBERS[:90].mean(dtype=np.float64), NUMBERS[:90].std(dtype=np.float64)
     common["test"] = (X[90:], (NUMBERS[90:] - mean) / std)
     by_hand = fit(TreeNet(linear, members=2, seed=1), train=(X[:90], (NUMBERS[:90] - mean) / std), **common)
@@ -145,7 +153,7 @@ def test_kernels_are_chosen_on_examples_that_nothing_is_learned_from(tmp_path):
             test=(X[100:], NUMBERS[100:]), iterations=20, normalize_targets=True, **options,
         )  # fmt: skip
 
-    run = train(calibration=30, run=tmp_path / "run")
+    run = train(calibration=30, folder=tmp_path / "run")
     outputs, y = run.predict(X).double().numpy(), NUMBERS.astype(np.float64)
 
     def nll(h, rows):

@@ -208,7 +208,7 @@ def test_another_loss_of_an_example_is_another_run(tmp_path):
     def fit(base_loss, folder="run"):
         net = mheads.TreeNet(partial(linear, 2, 2), members=2)
         loss = mheads.losses.mcl(k=1, base_loss=base_loss)
-        return mheads.fit(net, loss, train=(x, x[:, ::-1].copy()), iterations=2, run=tmp_path / folder)
+        return mheads.fit(net, loss, train=(x, x[:, ::-1].copy()), iterations=2, folder=tmp_path / folder)
 
     run = fit({"name": "smooth_l1", "beta": 0.5})
     assert run.config.loss.base_loss == {"name": "smooth_l1", "beta": 0.5}

@@ -479,7 +479,7 @@ def test_every_problem_is_learned_under_every_rule(name, loss):
 
 @pytest.mark.parametrize("name", BETTER_THAN)
 def test_a_run_comes_back_and_is_drawn(name, tmp_path):
-    run = fit(name, mcl(k=1), iterations=10, run=tmp_path / "run", log={"every": 1, "evaluate_every": 5})
+    run = fit(name, mcl(k=1), iterations=10, folder=tmp_path / "run", log={"every": 1, "evaluate_every": 5})
     loaded = mheads.load(tmp_path / "run", PROBLEMS[name][0])
     assert loaded.result == run.result
     assert loaded.data.problem == run.data.problem

@@ -89,7 +89,7 @@ def test_two_hypotheses_are_nearer_than_one():
 
 
 def test_a_run_says_what_it_is_and_comes_back(tmp_path):
-    run = fit(run=tmp_path / "run")
+    run = fit(folder=tmp_path / "run")
     assert "RMSE of 40 examples" in repr(run)
     loaded = mheads.load(tmp_path / "run", small)
     assert loaded.result == run.result
@@ -128,7 +128,7 @@ def test_mistakes_are_named(options, message):
 
 
 def test_targets_of_another_number_are_refused_and_not_spread(tmp_path):
-    run = fit(run=tmp_path / "run", iterations=2)
+    run = fit(folder=tmp_path / "run", iterations=2)
     for wrong in (Y[200:, :1], np.repeat(Y[200:], 2, 1)):
         with pytest.raises(UserError, match="learns 2 per example"):
             run.evaluate(X[200:], wrong)
@@ -141,10 +141,10 @@ def test_another_loss_of_an_example_is_another_run(tmp_path):
     def cubed(outputs, y):
         return (outputs - y).abs().pow(3).mean(-1)
 
-    fit(mcl(k=1, base_loss=absolute), run=tmp_path / "run", iterations=4)
-    fit(mcl(k=1, base_loss=absolute), run=tmp_path / "run", iterations=6)
+    fit(mcl(k=1, base_loss=absolute), folder=tmp_path / "run", iterations=4)
+    fit(mcl(k=1, base_loss=absolute), folder=tmp_path / "run", iterations=6)
     with pytest.raises(UserError, match="cubed is used now, and was not"):
-        fit(mcl(k=1, base_loss=cubed), run=tmp_path / "run", iterations=8)
+        fit(mcl(k=1, base_loss=cubed), folder=tmp_path / "run", iterations=8)
 
 
 @pytest.mark.filterwarnings("ignore:.* gives 2 values")

@@ -27,7 +27,7 @@ def fit(members, loss=None, y=Y, folder=None, iterations=3, outputs=5):
     net = TreeNet(package.with_scores(network) if scored else network, members=members)
     examples = {"train": (X[:40], y[:40]), "test": (X[40:], y[40:])}
     return package.fit(
-        net, loss or losses.independent(), **examples, iterations=iterations, run=folder, show=False, batch_size=20
+        net, loss or losses.independent(), **examples, iterations=iterations, folder=folder, show=False, batch_size=20
     )
 
 

@@ -416,7 +416,7 @@ def test_runs_without_images_or_classes_or_data_are_refused(mheads, runs, tmp_pa
         ("arrays", image, (pictures, y), "mheads.report.saliency.explain(run, (x, y))"),
     ):
         net = package.TreeNet(lambda network=network: copy.deepcopy(network), members=1)
-        run = package.fit(net, train=data, test=data, iterations=1, run=tmp_path / name)
+        run = package.fit(net, train=data, test=data, iterations=1, folder=tmp_path / name)
         with pytest.raises(package.UserError) as caught:
             explain(run)
         assert words in str(caught.value)

@@ -141,7 +141,7 @@ def test_a_built_in_network_from_python_needs_no_trust_and_goes_on(kind, tmp_pat
     x = digits.images[:60].astype(np.float32).reshape(60, *((64,) if given else (1, 8, 8)))
     options = {"train": (x, digits.target[:60]), "test": (x, digits.target[:60]), "show": False, "batch_size": 20}
     net = package.TreeNet(with_scores(make) if loss else make, 2)
-    run = package.fit(net, *loss, **options, iterations=3, run=tmp_path / "run")
+    run = package.fit(net, *loss, **options, iterations=3, folder=tmp_path / "run")
     loaded = package.load(tmp_path / "run")  # nor does it warn: that would be an error
     assert torch.equal(run.predict(x), loaded.predict(x))
     assert loaded.config.model in NETWORKS
@@ -151,17 +151,17 @@ def test_a_built_in_network_from_python_needs_no_trust_and_goes_on(kind, tmp_pat
             name = "__main__:<Sequential>" if isinstance(make, partial) else "mheads.networks.digits:digits"
             edit_config(folder, model=name, model_args={})
         again = package.TreeNet(with_scores(make) if loss else make, 2)
-        more = package.fit(again, *loss, **options, iterations=5, run=folder)
+        more = package.fit(again, *loss, **options, iterations=5, folder=folder)
         assert more.summary["iterations"] == 5
     assert weights(old) == weights(tmp_path / "run")
-    longer = package.fit(package.load(tmp_path / "run").net, *loss, **options, iterations=6, run=tmp_path / "run")
+    longer = package.fit(package.load(tmp_path / "run").net, *loss, **options, iterations=6, folder=tmp_path / "run")
     assert longer.summary["iterations"] == 6
 
 
 def test_arguments_of_a_network_that_came_from_a_config_are_kept(tmp_path):
     net = build_net(configs.load("digits", ["model_args.classes=12", "members=2"]))
     x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 12
-    package.fit(net, train=(x, y), test=(x, y), iterations=1, batch_size=10, run=tmp_path / "run", show=False)
+    package.fit(net, train=(x, y), test=(x, y), iterations=1, batch_size=10, folder=tmp_path / "run", show=False)
     assert package.load(tmp_path / "run").predict(x).shape == (2, 20, 12)
 
 

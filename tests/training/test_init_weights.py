@@ -75,7 +75,7 @@ def test_weights_of_one_network_start_all_members(trained, kind, tmp_path):
 
 
 def test_weights_of_a_tree_of_a_run_or_of_its_folder_go_member_by_member(tmp_path):
-    run = mheads.fit(mheads.TreeNet(user_networks.Plain, members=3, seed=4), run=tmp_path / "run", **QUICK)
+    run = mheads.fit(mheads.TreeNet(user_networks.Plain, members=3, seed=4), folder=tmp_path / "run", **QUICK)
     expected = run.predict(X)
     still = {"lr": 1e-12, "momentum": 0.0}
     for init in (run, run.net, run.net.state_dict(), tmp_path / "run" / "model.safetensors"):
@@ -111,7 +111,7 @@ def test_the_command_starts_from_a_file_of_weights_too(trained, tmp_path, mheads
 def test_other_weights_are_another_run(trained, tmp_path):
     def fit(init):
         net = mheads.TreeNet(user_networks.Plain, members=2)
-        return mheads.fit(net, "mcl", init=init, run=tmp_path / "run", **QUICK)
+        return mheads.fit(net, "mcl", init=init, folder=tmp_path / "run", **QUICK)
 
     fit(trained.state_dict())
     fit(trained.state_dict())  # finished: the same
@@ -207,11 +207,11 @@ def test_what_fails_before_its_first_checkpoint_leaves_neither_folder_nor_a_net_
     for folder in (tmp_path / "new", tmp_path / "empty"):
         with pytest.raises(UserError, match="nothing is kept"):
             mheads.fit(
-                mheads.TreeNet(user_networks.Plain, members=2), run=folder, **{**QUICK, "lr": 1e30, "iterations": 9}
+                mheads.TreeNet(user_networks.Plain, members=2), folder=folder, **{**QUICK, "lr": 1e30, "iterations": 9}
             )
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "empty").iterdir()) == []
-    mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), run=tmp_path / "empty", **QUICK)
+    mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), folder=tmp_path / "empty", **QUICK)
     with pytest.raises(UserError, match="lower lr"):
         mheads.fit(net, **{**QUICK, "lr": 1e30, "iterations": 9})
     with pytest.raises(UserError, match="failed after it had changed the weights: build it anew"):
@@ -221,24 +221,24 @@ def test_what_fails_before_its_first_checkpoint_leaves_neither_folder_nor_a_net_
 
 def test_a_net_is_not_started_again_from_the_weights_that_a_lost_run_left_in_it(tmp_path):
     net = mheads.TreeNet(user_networks.Plain, members=2)
-    run = mheads.fit(net, run=tmp_path / "run", **QUICK)
+    run = mheads.fit(net, folder=tmp_path / "run", **QUICK)
     for file in (run.folder / "checkpoints").rglob("tensors.safetensors"):
         file.write_bytes(b"damaged")
     with pytest.warns(UserWarning, match="damaged"), pytest.raises(UserError, match="not what training started from"):
-        mheads.fit(net, run=tmp_path / "run", **{**QUICK, "iterations": 3})
+        mheads.fit(net, folder=tmp_path / "run", **{**QUICK, "iterations": 3})
 
 
 @pytest.mark.parametrize("init", [None, user_networks.Plain().state_dict()], ids=["drawn", "given"])
 def test_a_loaded_run_goes_on_in_its_folder(init, tmp_path):
     net = mheads.TreeNet(user_networks.Plain, members=2, seed=5)
-    mheads.fit(net, "mcl", init=init, run=tmp_path / "run", **QUICK)
+    mheads.fit(net, "mcl", init=init, folder=tmp_path / "run", **QUICK)
     loaded = mheads.load(tmp_path / "run", user_networks.Plain)
     with pytest.raises(UserError, match="mirror"):  # is refused, and leaves the net as it is
-        mheads.fit(loaded.net, "mcl", run=tmp_path / "run", mirror=True, **{**QUICK, "iterations": 4})
-    longer = mheads.fit(loaded.net, "mcl", run=tmp_path / "run", **{**QUICK, "iterations": 4})
+        mheads.fit(loaded.net, "mcl", folder=tmp_path / "run", mirror=True, **{**QUICK, "iterations": 4})
+    longer = mheads.fit(loaded.net, "mcl", folder=tmp_path / "run", **{**QUICK, "iterations": 4})
     assert longer.summary["iterations"] == 4
     with pytest.raises(UserError, match="another run folder"):
-        mheads.fit(loaded.net, "independent", run=tmp_path / "run", **{**QUICK, "iterations": 6})
+        mheads.fit(loaded.net, "independent", folder=tmp_path / "run", **{**QUICK, "iterations": 6})
     assert mheads.fit(loaded.net, "mcl", **QUICK).summary["iterations"] == QUICK["iterations"]
 
 

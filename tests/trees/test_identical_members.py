@@ -135,7 +135,7 @@ def test_a_loss_of_ones_own_that_fails_is_said_before_a_run_is_made(tmp_path):
 
     for function, words in ((fails, "'mine' fails on outputs .* RuntimeError"), (lambda z, y: z.mean(), r"\[M, B\]")):
         with pytest.raises(UserError, match=words):
-            mheads.fit(TreeNet(network, members=2), losses.Loss("mine", function), run=tmp_path / "run", **DATA)
+            mheads.fit(TreeNet(network, members=2), losses.Loss("mine", function), folder=tmp_path / "run", **DATA)
         assert not (tmp_path / "run").exists()
 
 

@@ -128,7 +128,7 @@ def test_what_was_cut_and_grown_trains_on_and_is_loaded_again(tmp_path):
     run = package.fit(TreeNet(user_networks.Plain, members=3, split="first"), iterations=3, **quick)
     grown = run.net.without([1]).with_members(1, at="first")
     assert grown.history.iterations == 3
-    further = package.fit(grown, freeze=["trunk"], iterations=2, run=tmp_path / "run", **quick)
+    further = package.fit(grown, freeze=["trunk"], iterations=2, folder=tmp_path / "run", **quick)
     loaded = package.load(tmp_path / "run", user_networks.Plain)
     assert torch.equal(loaded.predict(x), further.predict(x))
     assert torch.equal(loaded.net.stage("trunk").first.weight, run.net.stage("trunk").first.weight)

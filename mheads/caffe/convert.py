@@ -78,7 +78,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     testing = {} if given is None or not given.message.test_state else _state(given.message.test_state[0])
     tested_layer = find_test_layer(net if tested is None else read_net(tested), plan, **testing)
     tree["data"], batch = data_of(layer, tested_layer, plan, notes)
-    said = dict(tree["data"])
+    net_data = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
         _add_solver(tree, given)
@@ -88,7 +88,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         configs.override(tree, f"{key}.name={value}" if equals and short else override)
     configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
     given_keys = {key for override in overrides for key in configs.keys_of(override)}
-    fit_data(tree["data"], said, given_keys, plan, notes)
+    fit_data(tree["data"], net_data, given_keys, plan, notes)
     if "batch_size" not in tree["optim"]:
         size = Config().optim.batch_size
         notes.append(f"the net does not say how many examples a batch has: optim.batch_size={size} is taken")
@@ -97,7 +97,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     if data.get("name") is None:
         converted.asks = str(layer.refuse(explain_unread(layer)))
     elif (why := explain_apart(plan)) is not None:
-        if "path" in said and data.get("path") == said["path"]:
+        if "path" in net_data and data.get("path") == net_data["path"]:
             converted.asks = why
         else:
             notes.append(f"{why.partition(': here ')[0]}: those of {data['name']} are taken instead")
@@ -156,9 +156,9 @@ def _add_losses(tree: dict[str, Any], plan: NetPlan, shape: Shape, notes: list[s
                 "that batches are not cut: leave it out"
             )
         tree["engine"]["micro_batches"] = 1
-    said = tree.get("loss", {})
-    if "name" in said:
-        _mix_losses(said, plan, base_loss, notes)
+    loss = tree.get("loss", {})
+    if "name" in loss:
+        _mix_losses(loss, plan, base_loss, notes)
         return
     if plan.combine == "probabilities":
         tree["loss"] = {"name": "prob_averaged", "stable": False, "scale_rate": False}
@@ -173,7 +173,7 @@ def _add_losses(tree: dict[str, Any], plan: NetPlan, shape: Shape, notes: list[s
         tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
     else:
         tree["loss"] = {"name": "independent", **base_loss}
-    tree["loss"] |= said
+    tree["loss"] |= loss
 
 
 def _note_accuracies(tree: dict[str, Any], plan: NetPlan, classes: dict[str, int], notes: list[str]) -> None:
@@ -189,13 +189,13 @@ def _note_accuracies(tree: dict[str, Any], plan: NetPlan, classes: dict[str, int
             )
 
 
-def _mix_losses(said: dict[str, Any], plan: NetPlan, base_loss: dict[str, Any], notes: list[str]) -> None:
+def _mix_losses(loss: dict[str, Any], plan: NetPlan, base_loss: dict[str, Any], notes: list[str]) -> None:
     """Makes a loss that the user names one over the net's own, if it takes one for each example."""
-    if not base_loss or "base_loss" in said or plan.combine == "probabilities":  # plain cross-entropy is all there is
+    if not base_loss or "base_loss" in loss or plan.combine == "probabilities":  # plain cross-entropy is all there is
         return
-    name = str(said["name"])
+    name = str(loss["name"])
     if name in LOSSES and LOSSES[name]().takes_base_loss:
-        said |= base_loss
+        loss |= base_loss
         return
     own = ", ".join(f"{term.step.layer.name} of line {term.step.layer.line}" for term in plan.terms)
     notes.append(f"loss.name={name} says itself what an example costs: the net's losses ({own}) are left out")

@@ -93,8 +93,8 @@ def data_of(
         section["mirror"] = True
     if transform.mean_file or transform.mean_value:
         section["normalize"] = "mean_image"
-        said = transform.mean_file or ", ".join(f"{value:g}" for value in transform.mean_value)
-        notes.append(f"the mean ({said}) is measured on the training examples instead: data.normalize=mean_image")
+        mean = transform.mean_file or ", ".join(f"{value:g}" for value in transform.mean_value)
+        notes.append(f"the mean ({mean}) is measured on the training examples instead: data.normalize=mean_image")
     if transform.crop_size:
         section["crop"] = transform.crop_size
     return section, _batch_size(layer) or None
@@ -107,14 +107,14 @@ def problem_of(plan: NetPlan) -> str | None:
     return PROBLEMS.get(labelled[-1].step.layer.type) if labelled else None
 
 
-def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: NetPlan, notes: list[str]) -> None:
+def fit_data(data: dict[str, Any], net_data: dict[str, Any], given: set[str], plan: NetPlan, notes: list[str]) -> None:
     """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
     entry = DATASETS.get(str(data.get("name")))
     for key in ("path", "test_path", "arrays", "root", "resize", "grey", "channels"):
-        if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
+        if data.get("name") != net_data.get("name") and key in net_data and f"data.{key}" not in given:
             data.pop(key, None)
-    if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
-        notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
+    if entry is not None and "crop" in net_data and "data.crop" not in given and not entry.takes("crop"):
+        notes.append(f"crop_size: {net_data['crop']} is for images in folders and lists: {entry.name} keeps its size")
         data.pop("crop", None)
     if entry is not None and entry.takes("problem") and "problem" not in data and (problem := problem_of(plan)):
         data["problem"] = problem

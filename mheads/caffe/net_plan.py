@@ -271,8 +271,12 @@ def _probabilities(terms: Sequence[LossTerm]) -> GraphStep | None:
     scores = main.inputs[0]
     if main.step.layer.type != "SigmoidCrossEntropyLoss" or scores is None or any(term.label for term in terms):
         return None
-    said = message_schema.message("LayerParameter")(name="answer", type="Sigmoid", bottom=[scores.name], top=["answer"])
-    return GraphStep(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
+    message = message_schema.message("LayerParameter")(
+        name="answer", type="Sigmoid", bottom=[scores.name], top=["answer"]
+    )
+    return GraphStep(
+        replace(main.step.layer, message=message), scores.rank, (scores,), (Blob("answer", scores.rank, -1),)
+    )
 
 
 def order_outputs(terms: Sequence[LossTerm]) -> list[Blob]:
@@ -288,9 +292,9 @@ def _heaviest(terms: Sequence[LossTerm]) -> LossTerm:
 def one_input(graph: Graph, inputs: Sequence[Blob]) -> tuple[Blob, ...]:
     names = list(dict.fromkeys(blob.name for blob in inputs))
     if len(names) != 1:
-        said = ", ".join(names) if names else "nothing"
+        sources = ", ".join(names) if names else "nothing"
         raise UserError(
-            f"{graph.net.file}: the layers up to the losses read {said} from data layers; here a network reads one "
+            f"{graph.net.file}: the layers up to the losses read {sources} from data layers; here a network reads one "
             "blob of examples, and labels go to losses alone"
         )
     return tuple(inputs)

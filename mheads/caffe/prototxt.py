@@ -177,28 +177,28 @@ def parse(text: str, kind: str, file: str) -> tuple[Any, Place]:
 
 def _unreadable(error: Any, kind: str, file: str) -> UserError:
     line, column = error.GetLine(), error.GetColumn()
-    said = re.sub(r"^\d+:\d+ : ", "", str(error)).replace("caffe.", "")
-    said = re.sub(r"^'.*': (?=[A-Z])", "", said, flags=re.DOTALL)
-    if (enum := re.search(r'"(\w+)\.(\w+)" has no value named', said)) is not None:
+    message = re.sub(r"^\d+:\d+ : ", "", str(error)).replace("caffe.", "")
+    message = re.sub(r"^'.*': (?=[A-Z])", "", message, flags=re.DOTALL)
+    if (enum := re.search(r'"(\w+)\.(\w+)" has no value named', message)) is not None:
         values = message_schema.pool().FindEnumTypeByName(f"caffe.{enum[1]}.{enum[2]}").values_by_name
-        said = f"{said.replace(f'{enum[1]}.{enum[2]}', enum[2])} There are {', '.join(values)}"
-    unknown = re.search(r'type "(\w+)" has no field named "(\w+)"', said)
+        message = f"{message.replace(f'{enum[1]}.{enum[2]}', enum[2])} There are {', '.join(values)}"
+    unknown = re.search(r'type "(\w+)" has no field named "(\w+)"', message)
     if unknown is not None:
         known = [f.name for f in message_schema.message(unknown[1]).DESCRIPTOR.fields]
         near = difflib.get_close_matches(unknown[2], known, 1)
         other = "SolverParameter" if kind == "NetParameter" else "NetParameter"
         if unknown[1] == "V1LayerParameter" and unknown[2] == "layer":
-            said += " This is the format of 2013: bring it up to date with Caffe's upgrade_net_proto_text"
+            message += " This is the format of 2013: bring it up to date with Caffe's upgrade_net_proto_text"
         elif near:
-            said += f" Did you mean {near[0]}?"
+            message += f" Did you mean {near[0]}?"
         elif unknown[1] == kind and unknown[2] in [f.name for f in message_schema.message(other).DESCRIPTOR.fields]:
-            said += f" It is one of a {'solver' if kind == 'NetParameter' else 'net'}: give the files in their order"
+            message += f" It is one of a {'solver' if kind == 'NetParameter' else 'net'}: give the files in their order"
         else:
-            said += f" There are {', '.join(known)}"
+            message += f" There are {', '.join(known)}"
     where = f", line {line}, column {column}" if line is not None else ""
-    if len(said) > 600:
-        said = f"{said[:600]}..."
-    return UserError(f"{file}{where}: {said}")
+    if len(message) > 600:
+        message = f"{message[:600]}..."
+    return UserError(f"{file}{where}: {message}")
 
 
 # Where things stand: protobuf's reader for Python does not tell.

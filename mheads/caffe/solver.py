@@ -64,8 +64,8 @@ def _schedule(solver: Solver) -> dict[str, Any]:
     s = solver.message
     policy = s.lr_policy
     if policy not in POLICIES:
-        said = f"there is no policy {policy!r}" if policy else "it is missing"
-        raise solver.refuse("lr_policy", f"{said}: give one of {', '.join(POLICIES)}")
+        problem = f"there is no policy {policy!r}" if policy else "it is missing"
+        raise solver.refuse("lr_policy", f"{problem}: give one of {', '.join(POLICIES)}")
     if policy == "fixed":
         return {"name": "constant"}
     if policy in ("step", "exp", "inv", "multistep", "sigmoid"):

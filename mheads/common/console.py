@@ -43,10 +43,10 @@ class Console(rich.console.Console):
     @property  # type: ignore[misc]  # its width may be set, the whole is not
     def size(self) -> ConsoleDimensions:
         """Of the terminal; a file has no right edge, and a table loses nothing there."""
-        there = super().size
+        size = super().size
         if self.is_terminal or self.is_jupyter or self._width is not None or "COLUMNS" in os.environ:
-            return there
-        return ConsoleDimensions(UNLIMITED, there.height)
+            return size
+        return ConsoleDimensions(UNLIMITED, size.height)
 
     def _check_buffer(self) -> None:
         """Writes what is to be written; not to a terminal that is gone, which a signal tells (signals.py)."""

@@ -37,8 +37,8 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     if accelerator is None or device.type != accelerator.type:
         if device.type not in ACCELERATORS:
             raise UserError(f"device = {name!r}: give auto, cpu, cuda, cuda:N or another accelerator that torch sees")
-        there = "no accelerator" if accelerator is None else f"only {accelerator.type}"
-        raise UserError(f"device = {name!r}, but torch sees {there} here; use device=cpu or auto")
+        available = "no accelerator" if accelerator is None else f"only {accelerator.type}"
+        raise UserError(f"device = {name!r}, but torch sees {available} here; use device=cpu or auto")
     if (device.index or 0) >= count:
         raise UserError(f"device = {name!r}, but the devices here are {device.type}:0 to {device.type}:{count - 1}")
     return device
@@ -56,10 +56,10 @@ def default_workers(device: torch.device, cores: int) -> int:
 
 def refuse_beyond_memory(num_bytes: int, what: str) -> None:
     """Refuses to take more memory than there is: the system would end the process without a word."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > there:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory:
         raise UserError(
-            f"{what} need {num_bytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}: take fewer members, "
+            f"{what} need {num_bytes / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f}: take fewer members, "
             "a split that shares more, a smaller network, or more ranks"
         )
 

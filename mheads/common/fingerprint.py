@@ -286,14 +286,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """A line or a short diff for each part that differs between {"network", "loss", "start", ...} there and now."""
     lines = []
     for what in ("network", "loss"):
-        there, now = old[what], new[what]
-        before, after = ({key: part.get(key) for key in ("seed", "init", "name")} for part in (there, now))
+        then, now = old[what], new[what]
+        before, after = ({key: part.get(key) for key in ("seed", "init", "name")} for part in (then, now))
         lines += _changes(f"{{}} of the {what}", before, after)
-        if there.get("iterations") != now.get("iterations"):
-            lengths = [f"{part.get('iterations', 'no')} iterations" for part in (there, now)]
+        if then.get("iterations") != now.get("iterations"):
+            lengths = [f"{part.get('iterations', 'no')} iterations" for part in (then, now)]
             lines.append(f"the {what} follows a schedule of {lengths[0]} there, of {lengths[1]} now")
-        lines += _changes("layer {}", there.get("layers", {}), now.get("layers", {}), "nothing")
-        lines += _code_differences(there["code"], now["code"])
+        lines += _changes("layer {}", then.get("layers", {}), now.get("layers", {}), "nothing")
+        lines += _code_differences(then["code"], now["code"])
     if old.get("start") != new.get("start"):
         lines.append("the weights that training starts from differ")
     if not same_sampling(old, new):

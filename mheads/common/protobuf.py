@@ -48,11 +48,11 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 def read_packed(data: memoryview) -> list[int]:
     """The numbers of a packed list."""
-    found, at = [], 0
+    values, at = [], 0
     while at < len(data):
         value, at = varint(data, at)
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def encode(value: int) -> bytes:

@@ -113,10 +113,10 @@ class World:
         def refuse() -> None:
             theirs = {rank: self.take(f"{key}/{rank}") for rank in range(1, self.size)}
             lines = [
-                f"  rank {rank} has another {name}: {short(found.get(name))} there, {short(value)} on rank 0"
-                for rank, found in theirs.items()
+                f"  rank {rank} has another {name}: {short(facts_of_rank.get(name))} there, {short(value)} on rank 0"
+                for rank, facts_of_rank in theirs.items()
                 for name, value in facts.items()
-                if found.get(name) != value
+                if facts_of_rank.get(name) != value
             ]
             if lines:
                 more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []

@@ -69,9 +69,9 @@ class EngineOnRank(ThreadsEngine):
             return self.world.share("decision", plain), kept[0] if kept else None
 
     def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        there = [{name: t.clone() for name, t in tensors.items() if not name.startswith("progress/")}]
-        self.collectives.together(lambda: dist.broadcast_object_list(there, src=0))
-        return tensors if self.is_main else there[0]
+        shared = [{name: t.clone() for name, t in tensors.items() if not name.startswith("progress/")}]
+        self.collectives.together(lambda: dist.broadcast_object_list(shared, src=0))
+        return tensors if self.is_main else shared[0]
 
     def close(self) -> None:
         self.world.watch.tell()
@@ -123,8 +123,8 @@ class RanksEngine(EngineOnRank):
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
         own, stop = (torch.tensor(self.asked_to_stop), *self._losses(task)), 0
-        told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
-        for asked, totals, members, (start, end), *blocks in told.values():
+        reports = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
+        for asked, totals, members, (start, end), *blocks in reports.values():
             stop = stop or int(asked)
             task.results.totals |= {(int(m), int(i)): total for m, i, total in totals.tolist()}
             for whole, block in zip((task.results.losses, task.results.assignment), blocks, strict=True):

@@ -56,13 +56,13 @@ def mirror(boxes: np.ndarray, width: int) -> np.ndarray:
     return np.stack([width - 1 - boxes[..., 2], boxes[..., 1], width - 1 - boxes[..., 0], boxes[..., 3]], -1)
 
 
-def suppress(boxes: np.ndarray, there: np.ndarray, threshold: float) -> np.ndarray:
+def suppress(boxes: np.ndarray, present: np.ndarray, threshold: float) -> np.ndarray:
     """Which boxes stay when those that overlap a better one by more than the threshold go: bools [..., N].
 
     Boxes [..., N, 4] come best first, and `there` [..., N] says which are any; all sets are worked on at once.
     """
     near = overlaps(boxes, boxes) > threshold
-    stays = there.copy()
+    stays = present.copy()
     for i in range(boxes.shape[-2]):
         stays[..., i + 1 :] &= ~(near[..., i, i + 1 :] & stays[..., i, None])
     return stays

@@ -105,10 +105,10 @@ class Classification(ClassScores):
         ):
             if key not in summary:  # an older result, or one without further examples
                 continue
-            said = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
-            scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
+            texts = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
+            scored = f", scored {texts['ensemble_scored']}" if "ensemble_scored" in texts else ""
             rows.append(
-                (name, said["ensemble_mean"] + scored + _temperature_remark(key, summary[key]["ensemble_mean"]))
+                (name, texts["ensemble_mean"] + scored + _temperature_remark(key, summary[key]["ensemble_mean"]))
             )
         return rows
 

@@ -162,13 +162,13 @@ class Detection(Problem):
         rows = percent_rows(summary, "members, mAP of VOC 2007")
         if summary.get("oracle_chance") is not None and len(summary["members"]) > 1:
             rows.append(("Oracle by chance", f"{number(summary['oracle_chance'])} %, of answers dealt at random"))
-        said = summary["further"]
+        further = summary["further"]
         for which, measure, name in (
             ("regressed", "all-point", "the same, all points"),
             ("proposals", "11-point", "boxes as proposed"),
             ("proposals", "all-point", "the same, all points"),
         ):
-            each = said[which][measure]
+            each = further[which][measure]
             rows.append(
                 (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
             )
@@ -310,5 +310,5 @@ def _by_predictor(each: list[list[float]]) -> dict[str, Any]:
 def _means(each: dict[str, Any]) -> list[float]:
     """Over the classes that have any."""
     precisions = np.array([*each["members"], each["ensemble_mean"], each["oracle"]])
-    there = ~np.isnan(precisions).all(0)
-    return precisions[:, there].mean(1).tolist() if there.any() else [math.nan] * len(precisions)
+    known = ~np.isnan(precisions).all(0)
+    return precisions[:, known].mean(1).tolist() if known.any() else [math.nan] * len(precisions)

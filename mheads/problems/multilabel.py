@@ -93,8 +93,8 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
     last[:-1] = ranked[:-1] != ranked[1:]
     # The precision of an example is that at the last of its equals.
     steps = places.where(last, torch.tensor(len(labels))).flip(0).cummin(0).values.flip(0)
-    precisions, there = (right * precision.gather(0, steps)).sum(0), labels.sum(0)
-    return (precisions / there)[there > 0].mean().item()
+    precisions, positives = (right * precision.gather(0, steps)).sum(0), labels.sum(0)
+    return (precisions / positives)[positives > 0].mean().item()
 
 
 def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -102,8 +102,8 @@ def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
 
     A class that is neither there nor answered has 0.
     """
-    right, there = (answers & labels).sum(0).double(), (answers.sum(0) + labels.sum(0)).double()
-    return (2 * right.sum() / there.sum().clamp_min(1)).item(), (2 * right / there.clamp_min(1)).mean().item()
+    right, total = (answers & labels).sum(0).double(), (answers.sum(0) + labels.sum(0)).double()
+    return (2 * right.sum() / total.sum().clamp_min(1)).item(), (2 * right / total.clamp_min(1)).mean().item()
 
 
 @dataclass(frozen=True)

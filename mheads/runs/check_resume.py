@@ -26,11 +26,11 @@ def check_resume(folder: RunFolder, config: Config, data: DataFacts, what: dict[
 
     More iterations, other logging and other workers are the same run.
     """
-    before, there = folder.read_config(), folder.read_identity()
+    before, identity = folder.read_config(), folder.read_identity()
     old, new = schema.flatten(before), schema.flatten(config)
     # What a path leads to is known by its digest: it may lie elsewhere now.
-    alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
-    if what["sampling"] and fingerprint.same_sampling(there, what):
+    alike = ["init"] * (what["start"] is not None and identity.get("start") == what["start"])
+    if what["sampling"] and fingerprint.same_sampling(identity, what):
         alike += ["sampling.generalist", "sampling.path", "teacher.answers"]
     if before.model.startswith("__main__:<"):  # no name at all, as built-in networks with arguments had once:
         alike += ["model", "model_args"]  # the identity below tells them apart
@@ -42,14 +42,16 @@ def check_resume(folder: RunFolder, config: Config, data: DataFacts, what: dict[
     if lines:
         shown = "\n".join(f"  {line}" for line in lines)
         raise UserError(f"{folder.path} holds a run of another config:\n{shown}", hint=ELSEWHERE_OR_FORCE)
-    if there["data"] != data.fingerprint:
+    if identity["data"] != data.fingerprint:
         raise UserError(
-            f"{folder.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now",
+            f"{folder.path} was trained on other data: checksum {identity['data']} there, {data.fingerprint} now",
             hint=ELSEWHERE_OR_FORCE,
         )
-    if lines := fingerprint.differences(there, what):
+    if lines := fingerprint.differences(identity, what):
         shown = "\n".join(f"  {line}" for line in lines)
-        longer = there["loss"].get("iterations") != what["loss"].get("iterations")  # of a loss that changes with them
+        longer = identity["loss"].get("iterations") != what["loss"].get(
+            "iterations"
+        )  # of a loss that changes with them
         raise UserError(
             f"{folder.path} holds a run of other code, weights or sample weights:\n{shown}",
             hint=f"{ELSEWHERE}, with init={folder.path} to start from its weights" if longer else ELSEWHERE_OR_FORCE,

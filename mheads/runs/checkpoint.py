@@ -148,13 +148,13 @@ class Checkpoints:
 
     def damages(self) -> dict[Path, str]:
         """Checkpoints that are damaged, and what is wrong with them."""
-        found = {}
+        problems = {}
         for step in self.steps():
             try:
                 self._state(step)
             except UNREADABLE as error:
-                found[self.path(step)] = str(error)
-        return found
+                problems[self.path(step)] = str(error)
+        return problems
 
     def _read(self, step: int) -> Checkpoint:
         state, tensors = self._state(step), self.load(step, self.wanted)
@@ -220,9 +220,9 @@ def refuse_misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) ->
     """Raises ValueError unless these tensors are found, of the same shapes, and of numbers of the same kind."""
     check_arrays(found, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     for name, tensor in wanted.items():
-        there = found[name].dtype
-        if there.is_complex or there.is_floating_point != tensor.dtype.is_floating_point:
-            raise ValueError(f"{name} is {there}, where {tensor.dtype} should be")
+        dtype = found[name].dtype
+        if dtype.is_complex or dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {dtype}, where {tensor.dtype} should be")
 
 
 def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

@@ -213,34 +213,35 @@ class RunFolder(RunFiles):
                 warn(describe_damage(path, problem))
             return self.final_weights()
         checkpoints.wanted = lambda name: name.startswith("model/")
-        found = checkpoints.newest(warn)
-        if found is None:
+        checkpoint = checkpoints.newest(warn)
+        if checkpoint is None:
             raise UserError(
                 f"{self.path} has no {self.model.name} and no checkpoint yet: give the command that trained it again, "
                 "and it goes on"
             )
         config = self.read_config()
         total = config.pretrain + config.optim.iterations
-        if missing and (found.step == total or self.result.is_file()):
-            warn(f"{missing[0]} is missing, and this is the checkpoint of iteration {found.step} of {total}; {AGAIN}")
+        if missing and (checkpoint.step == total or self.result.is_file()):
+            reached = f"iteration {checkpoint.step} of {total}"
+            warn(f"{missing[0]} is missing, and this is the checkpoint of {reached}; {AGAIN}")
         else:
-            warn(f"{self.path} is not finished: iteration {found.step} of {total}")
-        weights = {name.removeprefix("model/"): tensor for name, tensor in found.tensors.items()}
-        file, seconds = checkpoints.path(found.step), float(found.state["seconds"])
-        return Weights(file, weights, found.step, seconds, False, found.state["log"])
+            warn(f"{self.path} is not finished: iteration {checkpoint.step} of {total}")
+        weights = {name.removeprefix("model/"): tensor for name, tensor in checkpoint.tensors.items()}
+        file, seconds = checkpoints.path(checkpoint.step), float(checkpoint.state["seconds"])
+        return Weights(file, weights, checkpoint.step, seconds, False, checkpoint.state["log"])
 
     def load_weights(self, net: TreeNet, warn: Warn, final: bool = False) -> Weights:
         """The newest weights, or the `final` ones of a finished run, put into a net of the run's tree."""
-        found = self.final_weights() if final else self.newest_weights(warn)
-        kinds = {(p.dtype, found.tensors[name].dtype) for name, p in net.named_parameters() if name in found.tensors}
+        source = self.final_weights() if final else self.newest_weights(warn)
+        kinds = {(p.dtype, source.tensors[name].dtype) for name, p in net.named_parameters() if name in source.tensors}
         if len(kinds) == 1 and len(set(*kinds)) > 1 and next(iter(kinds))[1].is_floating_point:
             net.to(dtype=next(iter(kinds))[1])  # there it was converted after it was built
         try:
-            refuse_misfits(net.state_dict(), found.tensors)
-            net.load_state_dict(found.tensors)  # copied in place: the strides of the net's own tensors decide bits
+            refuse_misfits(net.state_dict(), source.tensors)
+            net.load_state_dict(source.tensors)  # copied in place: the strides of the net's own tensors decide bits
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"{found.file} does not fit the network: {error}") from error
-        return found
+            raise UserError(f"{source.file} does not fit the network: {error}") from error
+        return source
 
 
 def describe_damage(checkpoint: Path, problem: str) -> str:

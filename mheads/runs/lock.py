@@ -37,7 +37,7 @@ class Lock:
         if self._descriptor is None:
             return False
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            on_disk = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return not self.path.parent.is_dir()
-        return not os.path.samestat(os.fstat(self._descriptor), there)
+        return not os.path.samestat(os.fstat(self._descriptor), on_disk)

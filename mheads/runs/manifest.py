@@ -66,14 +66,16 @@ class Manifest:
     def problem(self, path: Path) -> str | None:
         """What is wrong with a file, if anything."""
         try:
-            found = atomic_files.digest(path)
+            digest = atomic_files.digest(path)
         except FileNotFoundError:
             return "is missing"
         except OSError as error:
             return f"cannot be read ({error.strerror})"
         if path.name not in self.digests:
             return f"is not listed in {self.path.name}"
-        return None if found in self.digests[path.name] else f"is damaged: {self.path.name} has another checksum for it"
+        return (
+            None if digest in self.digests[path.name] else f"is damaged: {self.path.name} has another checksum for it"
+        )
 
     def check(self, path: Path) -> None:
         if self.problem(path):

@@ -109,16 +109,16 @@ class Log(NamedTuple):
 def check_line(line: bytes, where: str, problem: Problem, members: int) -> dict[str, Any]:
     """A line of metrics.jsonl as plain data; raises ValueError if it is none of a run of so many members."""
     try:
-        found: dict[str, Any] = from_json(line)
-        if isinstance(found, dict) and "result" in found:
-            schemas.check(schemas.EvaluationLine, found)
-            problem.result_type.from_dict(found["result"]).check_sizes(members, len(problem.groups))
-            return found
-        schemas.check(schemas.StepLine, found)
-        for key, value in found.items():
+        entry: dict[str, Any] = from_json(line)
+        if isinstance(entry, dict) and "result" in entry:
+            schemas.check(schemas.EvaluationLine, entry)
+            problem.result_type.from_dict(entry["result"]).check_sizes(members, len(problem.groups))
+            return entry
+        schemas.check(schemas.StepLine, entry)
+        for key, value in entry.items():
             if isinstance(value, list) and len(value) != members:
                 raise ValueError(f"{key} has {len(value)} numbers, and the run {members} members")
-        return found
+        return entry
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

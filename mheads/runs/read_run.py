@@ -79,14 +79,18 @@ class Record:
 
     def read_ownership(self) -> tuple[np.ndarray, np.ndarray]:
         """Who owned which class of the examples evaluated on: iterations [T], owned examples [T, M, C]."""
-        found = self.read_assignments()
-        return found["iterations"], found["test"]
+        assignments = self.read_assignments()
+        return assignments["iterations"], assignments["test"]
 
     def read_learning(self) -> tuple[np.ndarray, np.ndarray]:
         """Who learned from which class over training, as finely as it is known: moments [T], assignment [T, M, C]."""
-        found = self.read_assignments()
-        fine = len(found.get("moments", ())) > len(found["iterations"])
-        return (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
+        assignments = self.read_assignments()
+        fine = len(assignments.get("moments", ())) > len(assignments["iterations"])
+        return (
+            (assignments["moments"], assignments["steps"])
+            if fine
+            else (assignments["iterations"], assignments["train"])
+        )
 
 
 def one_network(records: Sequence[Record], k: int) -> tuple[str, float] | None:

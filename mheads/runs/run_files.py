@@ -184,15 +184,15 @@ class RunFiles:
         except FileNotFoundError:
             return []
         problem, members = self._problem_and_members()
-        found = []
+        lines = []
         for number, line in enumerate(content.splitlines(keepends=True), 1):
             try:
-                found.append(check_line(line, f"line {number}", problem, members))
+                lines.append(check_line(line, f"line {number}", problem, members))
             except ValueError as error:
                 if not lenient and _is_json(line):
                     raise DamageError(self.metrics, f"is damaged ({error})", hint=AGAIN) from error
                 break
-        return found
+        return lines
 
     def read_log(self, known: list[list[Any]] | None = None) -> Log:
         """The content of metrics.jsonl, steps and evaluations apart: see `read_metrics`."""
@@ -213,9 +213,9 @@ class RunFiles:
 
         def read() -> dict[str, np.ndarray]:
             with packed_arrays.open_arrays(self.assignments) as file:
-                found = dict(file)
-            schemas.check_history(found, members, len(problem.groups))
-            return found
+                arrays = dict(file)
+            schemas.check_history(arrays, members, len(problem.groups))
+            return arrays
 
         return self._read_checked(self.assignments, read)
 

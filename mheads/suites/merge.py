@@ -30,18 +30,20 @@ def merge_folders(sources: Sequence[Path], output: Path, warn: Warn) -> dict[Pat
     A row is filled in every suite that has it. No run folder is needed. A run that `output` has already stays as it is.
     All is checked before anything is written.
     """
-    found = {path: results.load(path) for path in find_results(sources)}
+    sources_by_path = {path: results.load(path) for path in find_results(sources)}
     results.check_writable(output / "results.json")
     with results.lock(output):
         before = results.load_all(output, warn)
-        merged = {output / path.name: _merge(output / path.name, found[path], sources) for path in found}
+        merged = {
+            output / path.name: _merge(output / path.name, sources_by_path[path], sources) for path in sources_by_path
+        }
         for path, document in before.items():
             if path not in merged:
                 try:
                     merged[path] = _merge(path, document, sources)
                 except UserError as error:
                     warn(f"{path} stays as it is: {error}")
-        _report_left_out(found, merged, warn)
+        _report_left_out(sources_by_path, merged, warn)
         for path, document in merged.items():
             results.save(document, path)
     return {path: _count(document) - _count(before.get(path)) for path, document in merged.items()}

@@ -113,8 +113,8 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
     try:
         data.problem.check_output(outputs, net.network_name, data.name)
     except UserError as error:
-        said = any(text in str(error) for text in ("labels start at 1?", "are numbers"))
-        error.hint = error.hint or (None if said else doubt)
+        explained = any(text in str(error) for text in ("labels start at 1?", "are numbers"))
+        error.hint = error.hint or (None if explained else doubt)
         raise
     if doubt:
         warn(f"{data.name}: {doubt}")

@@ -207,11 +207,11 @@ def load_into(
         for key in net.names_in(node.name)
     }
     names = list(dict.fromkeys(wanted.values()))
-    found, missing = [name for name in names if name in sources], sorted(name for name in names if name not in sources)
+    taken, missing = [name for name in names if name in sources], sorted(name for name in names if name not in sources)
     needed = {name for full, name in wanted.items() if _name_in_network(full) not in net.facts.fresh} & set(missing)
     if partly:
-        _check_whole_layers(found, sorted(needed), where)
-    if needed and not ((renamed or partly) and found):
+        _check_whole_layers(taken, sorted(needed), where)
+    if needed and not ((renamed or partly) and taken):
         raise UserError(
             f"{where} does not fit {net.network_name}: {len(missing)} of {len(names)} tensors are missing "
             f"({_shorten(missing)}); there are {_shorten(list(sources))}. init_map renames what begins otherwise "
@@ -227,8 +227,8 @@ def load_into(
             )
     for name, tensor in copies:
         tensor.copy_(weights[name])
-    used = {sources[name] for name in found}
-    return LoadReport(where, found, missing, sorted(name for name in weights if name not in used))
+    used = {sources[name] for name in taken}
+    return LoadReport(where, taken, missing, sorted(name for name in weights if name not in used))
 
 
 def _check_whole_layers(found: Sequence[str], missing: Sequence[str], where: str) -> None:

@@ -217,11 +217,11 @@ def _cut_finer(
     """
     if workload.in_order:
         return None
-    found: tuple[str, int, Way] | None = None
+    finer_cut: tuple[str, int, Way] | None = None
     for option in FINER:
         if getattr(config.engine, option) != "auto" or not _may_cut(config, workload.tree, option):
             continue
-        fastest, count = found[2] if found else by_auto, 2 * workload.micro_batches // config.optim.accumulate
+        fastest, count = finer_cut[2] if finer_cut else by_auto, 2 * workload.micro_batches // config.optim.accumulate
         best: tuple[int, Way] | None = None
         while count < 2 * cluster.ranks and count <= config.optim.batch_size:
             engine = config.engine.model_copy(update={option: count})
@@ -231,8 +231,8 @@ def _cut_finer(
                 break
             best, count = (count, way), 2 * count
         if best is not None and best[1][1].step_seconds < 0.95 * fastest[1].step_seconds:
-            found = (option, *best)
-    return found
+            finer_cut = (option, *best)
+    return finer_cut
 
 
 def _may_cut(config: Config, tree: Tree, option: str) -> bool:

@@ -48,8 +48,8 @@ def take_weights(net: TreeNet, tree: Tree, weights: Mapping[str, Tensor], member
             if source is None and key in net.facts.fresh:
                 continue
             if source is None or source.shape != tensor.shape:
-                there = "nothing" if source is None else tuple(source.shape)
-                raise UserError(f"cannot start from those weights: {key} is {tuple(tensor.shape)} here, {there} there")
+                shape = "nothing" if source is None else tuple(source.shape)
+                raise UserError(f"cannot start from those weights: {key} is {tuple(tensor.shape)} here, {shape} there")
             tensor.copy_(source)
         for key, tensor in non_persistent_buffers(stage).items():
             sources = (weights.get(f"stages.{node.name}.{key}") for node in tree.path(member))

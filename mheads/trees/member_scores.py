@@ -126,15 +126,15 @@ def with_scores(network: Callable[[], nn.Module] | nn.Module, layer: str | None 
     """
     if isinstance(network, nn.Module):
         return _ensure_score(copy.deepcopy(network), layer or _find_answer_layer(network))
-    found: list[str | None] = []  # the same in all networks that it makes
+    answer_layers: list[str | None] = []  # the same in all networks that it makes
 
     def make() -> nn.Module:
         made = network()
         if not isinstance(made, nn.Module):
             return made  # a tree refuses it
-        if not found:
-            found.append(layer or _find_answer_layer(made))
-        return _ensure_score(made, found[0])
+        if not answer_layers:
+            answer_layers.append(layer or _find_answer_layer(made))
+        return _ensure_score(made, answer_layers[0])
 
     make.__name__ = getattr(network, "__name__", type(network).__name__)
     make.__wrapped__ = network  # type: ignore[attr-defined]  # identity.py describes it

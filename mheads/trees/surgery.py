@@ -158,9 +158,9 @@ def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
         for layer in node.layers:
             frozen[node.name, layer] = owner[source, layer] in stages
         for key, parameter in made.stage(node.name).named_parameters():
-            there = owner[source, made.facts.layer_of[key]]
-            free = f"stages.{there}.{key}" in net.frozen_parameters  # which `freeze` took, and gives back
-            parameter.requires_grad_(free or net.stage(there).get_parameter(key).requires_grad)
+            source_stage = owner[source, made.facts.layer_of[key]]
+            free = f"stages.{source_stage}.{key}" in net.frozen_parameters  # which `freeze` took, and gives back
+            parameter.requires_grad_(free or net.stage(source_stage).get_parameter(key).requires_grad)
         if all(frozen[node.name, layer] for layer in node.layers):
             names.append(node.name)  # else its layers by their names, below
     whole = {stage for stage, _ in frozen if stage in names}

@@ -899,7 +899,7 @@ AREAS: dict[str, list[File]] = {
             "mheads/runs/check_resume.py",
             "tests/runs/test_checkpoint.py",
             [
-                Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
+                Bug("a run goes on with other data", 'if identity["data"] != data.fingerprint', "if False"),
                 Bug(
                     "a run cannot end at its checkpoint",
                     "steps[0] <= total or total in steps",
@@ -1239,8 +1239,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a class that nobody has counts",
-                    "(precisions / there)[there > 0].mean()",
-                    "(precisions / there.clamp_min(1)).mean()",
+                    "(precisions / positives)[positives > 0].mean()",
+                    "(precisions / positives.clamp_min(1)).mean()",
                 ),
             ],
         ),
@@ -1547,8 +1547,8 @@ AREAS: dict[str, list[File]] = {
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
                 Bug(
                     "the loss is that of the last rank",
-                    "told[0][0] / max(1, rows)",
-                    "told[self.world.size - 1][0] / max(1, rows)",
+                    "reports[0][0] / max(1, rows)",
+                    "reports[self.world.size - 1][0] / max(1, rows)",
                 ),
             ],
         ),

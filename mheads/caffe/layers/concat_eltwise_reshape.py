@@ -32,8 +32,8 @@ class Eltwise(nn.Module):
         return reduce(torch.add, (x if c == 1 else x * c for x, c in pairs))
 
     def extra_repr(self) -> str:
-        said = ", ".join(f"{c:g}" for c in self.coefficients)
-        return ("product", f"sum, {said}", "maximum")[self.operation]
+        coefficients = ", ".join(f"{c:g}" for c in self.coefficients)
+        return ("product", f"sum, {coefficients}", "maximum")[self.operation]
 
 
 def eltwise(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:

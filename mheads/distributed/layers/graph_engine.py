@@ -120,10 +120,10 @@ class GraphEngine(EngineOnRank):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told: list[Any] = [None] * self.world.size
-        dist.all_gather_object(told, (total, self.asked_to_stop))
-        stop = next((asked for _, asked in told if asked), 0)
-        return StepReport(told[0][0] / max(1, rows), losses, assignment, stop)
+        reports: list[Any] = [None] * self.world.size
+        dist.all_gather_object(reports, (total, self.asked_to_stop))
+        stop = next((asked for _, asked in reports if asked), 0)
+        return StepReport(reports[0][0] / max(1, rows), losses, assignment, stop)
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
         """Forward and backward of a micro-batch; the main rank gets what the loss is."""

@@ -101,9 +101,8 @@ class _Search:
                         continue
                     moved = [size + (slot == target) - (slot == source) for slot, size in enumerate(sizes)]
                     changed = spread(self.tree, moved, placement.replicas)
-                    found = self.score(changed)
-                    if found < score:
-                        score, placement, sizes, better = found, changed, moved, True
+                    if (improved := self.score(changed)) < score:
+                        score, placement, sizes, better = improved, changed, moved, True
         return score, placement
 
     def sizes_of(self, placement: Placement) -> Sequence[int]:

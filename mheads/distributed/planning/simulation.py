@@ -306,8 +306,8 @@ class _Replica:
         joined = self.heard["join", slot, name, whole] == pieces
         for child in self.step.tree.nodes[name].children:
             j = self.pieces.below(name, child, i)
-            there = slot in self.placement.stages[child] and j in self.division.runs(child, slot)
-            if there and (joined or self.pieces[child] == pieces):
+            runs_child = slot in self.placement.stages[child] and j in self.division.runs(child, slot)
+            if runs_child and (joined or self.pieces[child] == pieces):
                 self._spawn(slot, FORWARD, child, j)
 
     def _hand_over(self, slot: int, i: int) -> None:

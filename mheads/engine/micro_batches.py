@@ -29,12 +29,13 @@ def auto_micro_batches(batch_size: int, net: TreeNet, cores: int = 2) -> int:
 
 
 def check_micro_batches(net: TreeNet, micro_batches: int, pieces: int = 1) -> None:
-    """Refuses to cut a batch over which a layer takes statistics, and pieces whose outputs differ in size."""
-    if pieces > 1 and "counts" in net.facts.side_inputs:
+    """Refuses to cut a batch over which a layer takes statistics, and pieces whose outputs cannot be joined."""
+    if pieces > 1 and net.facts.side_inputs:
+        names = ", ".join(sorted(net.facts.side_inputs))
         raise UserError(
-            f"engine.shared_micro_batches is {micro_batches * pieces}, but images with regions differ in size, so that "
-            "what pieces give cannot be joined: use auto for it and for engine.micro_batches, which makes each image a "
-            "micro-batch",
+            f"engine.shared_micro_batches is {micro_batches * pieces}, but the network takes side inputs ({names}): "
+            "its layers may give more or fewer rows than there are examples, and pieces of these cannot be joined; use "
+            "auto",
             key="engine.shared_micro_batches",
         )
     layers = net.batch_statistics_layers()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mheads.common import nested_values
-from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
@@ -70,8 +69,10 @@ class TrainingStep:
         self.mine = range(micro_batches) if mine is None else mine
         parts = cuts(len(batch), micro_batches)
         self.slices = [batch.rows(*part) for part in parts]
-        self.batches = {i: batch.cut(*parts[i]).to(options.device) for i in self.mine}
         self.pieces = count_pieces(self.tree, options.pieces, len(batch), micro_batches)
+        by_pieces = all(root.name in self.pieces for root in stages.roots)
+        whole = replace(batch, inputs=None) if by_pieces else batch
+        self.batches = {i: whole.cut(*parts[i]).to(options.device) for i in self.mine}
         self._batches_of_pieces = self._cut_by_pieces(batch, micro_batches, options.device) if self.pieces else {}
         self.step, self.options = step, options
         self.spawn = spawn
@@ -89,7 +90,6 @@ class TrainingStep:
         self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
         self._graphs: dict[tuple[str, int], tuple[Value, Tensor]] = {}  # outputs and losses of members, for autograd
         self._joining: dict[tuple[str, int], dict[int, Value]] = defaultdict(dict)  # outputs by pieces
-        self._rows_of_pieces: dict[tuple[str, int], list[int]] = {}  # of joined outputs
         self._splits: dict[tuple[str, int], PairwiseSum] = {}  # of the gradients of a stage's children
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         losses = torch.zeros(members, batch.num_rows, dtype=self.dtype, device=options.device)
@@ -109,7 +109,8 @@ class TrainingStep:
         pieces = next(iter(self.pieces.values()))
         parts = cut_pieces(len(batch), micro_batches, pieces)
         mine = range(self.mine.start * pieces, self.mine.stop * pieces)
-        return {i: batch.cut(*parts[i]).to(device) for i in mine}
+        inputs = replace(batch, sample_weights=None, ties=None)  # all that shared stages need
+        return {i: inputs.cut(*parts[i]).to(device) for i in mine}
 
     def _batch(self, node: Node, i: int) -> Batch:
         return (self._batches_of_pieces if node.name in self.pieces else self.batches)[i]
@@ -215,16 +216,18 @@ class TrainingStep:
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         """Gives the output of a stage to those of its children that are here."""
+        to_join = []
         for child in self.stages.here(node.children):
-            if (child.name in self.pieces) == (node.name in self.pieces) and self.runs(child, i):
+            if node.name in self.pieces and child.name not in self.pieces:
+                to_join.append(child)
+            elif self.runs(child, i):
                 self._spawn(FORWARD, i, child, self.forward, output)
-        if node.name in self.pieces:
-            self._join(i, node, output)
+        self._join(i, node, output, to_join)
 
-    def _join(self, i: int, node: Node, output: Value) -> None:
+    def _join(self, i: int, node: Node, output: Value, children: Sequence[Node]) -> None:
         """Gives children that run whole micro-batches the output on one, once that on its last piece is there."""
         whole = self.pieces.whole(node.name, i)
-        takers = [c for c in self.stages.here(node.children) if c.name not in self.pieces and self.runs(c, whole)]
+        takers = [child for child in children if self.runs(child, whole)]
         if not takers:
             return
         with self._lock:
@@ -234,8 +237,7 @@ class TrainingStep:
                 return
             del self._joining[node.name, whole]
         parts = [outputs[j] for j in sorted(outputs)]
-        self._rows_of_pieces[node.name, whole] = [nested_values.num_rows(part) for part in parts]
-        joined = nested_values.map_leaves(lambda *ts: torch.cat([canonical(t) for t in ts]), *parts)
+        joined = nested_values.map_leaves(lambda *ts: torch.cat(ts), *parts)
         for child in takers:
             self._spawn(FORWARD, whole, child, self.forward, joined)
 
@@ -281,9 +283,10 @@ class TrainingStep:
         if parent.name not in self.pieces or node.name in self.pieces:
             self._add_at_split(i, node, parent, d_input)
             return
-        rows = self._rows_of_pieces[parent.name, i]
+        pieces = self.pieces.of(parent.name, i)
+        rows = [self._batches_of_pieces[piece].num_rows for piece in pieces]
         leaves = [t.split(rows) for t in nested_values.leaves(d_input)]
-        for piece, *own in zip(self.pieces.of(parent.name, i), *leaves, strict=True):
+        for piece, *own in zip(pieces, *leaves, strict=True):
             self._add_at_split(piece, node, parent, nested_values.rebuild(d_input, own))
 
     def _add_at_split(self, i: int, node: Node, parent: Node, d_input: Value) -> None:

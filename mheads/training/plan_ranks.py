@@ -25,6 +25,7 @@ from mheads.distributed.planning.prediction import Prediction, predict
 from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.engine.large_outputs import count_given
+from mheads.engine.micro_batches import check_micro_batches
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import (
     build_loss,
@@ -84,6 +85,7 @@ def make_workload(config: Config) -> ConfigWorkload:
     stacked = find_stacks(config, net, loss)
     floats = partial(count_given, loss)
     pieces = count_pieces_asked(config, net, loss)
+    check_micro_batches(net, count_micro_batches(config, net, loss), pieces)
     return ConfigWorkload(
         tree, rows, parts, loss.separable, share, in_order, floats, pieces, config=config, net=net, stacked=stacked
     )
@@ -219,7 +221,7 @@ def _cut_finer(
         return None
     finer_cut: tuple[str, int, Way] | None = None
     for option in FINER:
-        if getattr(config.engine, option) != "auto" or not _may_cut(config, workload.tree, option):
+        if not _may_cut(config, workload, option):
             continue
         fastest, count = finer_cut[2] if finer_cut else by_auto, 2 * workload.micro_batches // config.optim.accumulate
         best: tuple[int, Way] | None = None
@@ -235,7 +237,11 @@ def _cut_finer(
     return finer_cut
 
 
-def _may_cut(config: Config, tree: Tree, option: str) -> bool:
+def _may_cut(config: Config, workload: ConfigWorkload, option: str) -> bool:
+    """Whether the number that this key gives may be another than `auto` makes."""
+    if getattr(config.engine, option) != "auto":
+        return False
     if option == "shared_micro_batches":
-        return any(node.children for node in tree.nodes.values())
-    return not needs_whole_batches(config, build_loss(config))
+        return any(node.children for node in workload.tree.nodes.values()) and not workload.net.facts.side_inputs
+    # A given number of shared micro-batches is a multiple of those that `auto` makes.
+    return config.engine.shared_micro_batches == "auto" and not needs_whole_batches(config, build_loss(config))

@@ -163,11 +163,11 @@ def test_gradients_are_those_of_autograd(scenes, split, loss):
             torch.testing.assert_close(got, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_pieces_of_a_batch_of_images_are_refused_because_their_sizes_differ(scenes, mheads, tmp_path):
+def test_pieces_of_a_batch_of_images_are_refused_because_their_regions_cannot_be_joined(scenes, mheads, tmp_path):
     cut = ["engine.micro_batches=2", "engine.shared_micro_batches=4", "split=conv2"]
     done = mheads("train", "fast_rcnn", *keys(scenes), *cut, "--run", tmp_path / "run")
     assert done.code == 2 and not (tmp_path / "run").exists()
-    assert "shared_micro_batches is 4" in done.err and "differ in size" in done.err
+    assert "shared_micro_batches is 4" in done.err and "takes side inputs (counts, " in done.err
 
 
 def test_the_loss_is_cross_entropy_and_smooth_l1_of_the_class(experiment):

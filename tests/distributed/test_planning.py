@@ -397,6 +397,7 @@ def test_plan_shows_what_finer_pieces_for_a_trunk_would_give(mheads, tmp_path):
         ["split=conv2", "--ranks", "4"],
         ["engine.micro_batches=1", "--ranks", "8"],
         ["split=conv2", "engine.micro_batches=1", "engine.shared_micro_batches=1", "--ranks", "8"],
+        ["split=conv2", "members=12", "engine.shared_micro_batches=8", "--ranks", "20"],
     ],
 )
 def test_plan_leaves_micro_batches_alone_where_ranks_are_few_or_the_recipe_decides(mheads, keys):
@@ -407,6 +408,11 @@ def test_plan_leaves_micro_batches_alone_where_ranks_are_few_or_the_recipe_decid
 def test_plan_cuts_no_batch_that_a_loss_needs_whole(mheads):
     done = mheads("plan", "cifar10_quick", "loss=mcl", "loss.normalize=wins", "--ranks", "8", "--flops", "0.1")
     assert done.code == 0 and "is faster" not in done.out
+
+
+def test_plan_refuses_what_training_refuses(mheads):
+    done = mheads("plan", "cifar10_resnet20", "engine.micro_batches=2", "--ranks", "3", "--flops", "0.1")
+    assert done.code == 2 and "engine.micro_batches is 2" in done.err and "statistics of the whole batch" in done.err
 
 
 def test_plan_shows_a_placement_of_ones_own(mheads):

@@ -149,9 +149,12 @@ def test_gradients_equal_plain_autograd_where_shared_stages_run_by_pieces(name, 
 
 
 def test_a_batch_that_is_too_short_has_fewer_pieces():
-    net = TreeNet(conv_net, tree=TREES["nested"]).double()
+    """Micro-batches of 3 and 2 rows: two pieces each, and none of them is empty."""
+    net, rows = TreeNet(conv_net, tree=TREES["nested"]).double(), []
+    next(iter(net.stage("trunk"))).register_forward_hook(lambda module, args, output: rows.append(len(output)))
     batch = batch_of(5, 3)
-    _, got = engine_gradients(net, LOSSES["mcl k=1"], batch, micro_batches=2, pieces=8)
+    _, got = engine_gradients(net, LOSSES["mcl k=1"], batch, workers=1, micro_batches=2, pieces=8)
+    assert sorted(rows) == [1, 1, 1, 2]
     assert_same_gradients(got, plain_gradients(net, LOSSES["mcl k=1"], batch)[1])
 
 
@@ -1018,6 +1021,43 @@ def test_side_inputs_are_cut_with_the_rows_and_stay_with_them(name):
     value = LOSSES[name](net(x, {"shift": shift}), y, sample_weights, batch.ties)
     (value.total / 40).backward()
     assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in net.stages.items()})
+
+
+def test_a_learned_table_beside_the_rows_is_not_joined_by_pieces():
+    """A trunk that gives rows and ten queries: two pieces would give branches twenty."""
+
+    class Queries(nn.Module):
+        takes = "shift"
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(10, 5))
+
+        def forward(self, x, shift):
+            return x + shift, self.table
+
+    class Attend(nn.Module):
+        def forward(self, pair):
+            return pair[0] @ pair[1].t()
+
+    net = TreeNet(lambda: nn.Sequential(OrderedDict(a=Queries(), b=Attend(), c=nn.Linear(10, 3))), members=2, split="a")
+    ThreadsEngine(net, EngineOptions(1, 2)).close()
+    with pytest.raises(UserError, match=r"shared_micro_batches is 4, .* side inputs \(shift\)"):
+        ThreadsEngine(net, EngineOptions(1, 2, pieces=2))
+
+
+def test_pieces_carry_the_inputs_and_micro_batches_what_the_loss_needs(monkeypatch):
+    """So an accelerator gets each example once."""
+    sent = []
+
+    def to(self, device):
+        sent.append(0 if self.inputs is None else len(self.inputs))
+        return self
+
+    monkeypatch.setattr(Batch, "to", to)
+    net = TreeNet(conv_net, tree=TREES["split"]).double()
+    engine_gradients(net, LOSSES["mcl k=1"], batch_of(24, 3), workers=1, micro_batches=2, pieces=3)
+    assert sorted(sent) == [0, 0] + [4] * 6
 
 
 def test_sequences_of_vectors_train_too():

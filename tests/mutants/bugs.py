@@ -375,12 +375,12 @@ AREAS: dict[str, list[File]] = {
                     "pieces are joined as they come",
                     "parts = [outputs[j] for j in sorted(outputs)]",
                     "parts = list(outputs.values())",
-                    tests="tests/engine/test_engine.py -k any_order",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "gradients go back to other pieces",
-                    "for piece, *own in zip(self.pieces.of(parent.name, i), *leaves, strict=True):",
-                    "for piece, *own in zip(reversed(self.pieces.of(parent.name, i)), *leaves, strict=True):",
+                    "for piece, *own in zip(pieces, *leaves, strict=True):",
+                    "for piece, *own in zip(reversed(pieces), *leaves, strict=True):",
                     tests="tests/engine/test_engine.py -k pieces",
                 ),
                 Bug(

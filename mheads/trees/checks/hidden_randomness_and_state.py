@@ -82,7 +82,7 @@ def check_hooks(network: str, layers: Layers) -> None:
 
 def _run_and_check(network: str, layers: Layers, x: Value, side: Side, splits: Collection[str]) -> list[Value]:
     """The outputs of all layers; raises an error for one that does more than to compute its output."""
-    outputs = [x]
+    outputs, sided = [x], False
     for name, layer in layers:
         before = _Snapshot(layer, outputs[-1])
         try:
@@ -93,7 +93,8 @@ def _run_and_check(network: str, layers: Layers, x: Value, side: Side, splits: C
         _check_type(y, where)
         before.check(layer, outputs[-1], [other for _, other in layers], where)
         rows = nested_values.num_rows(x)
-        if name in splits and not side and not all(trial_run.is_rowwise(t, rows) for t in nested_values.leaves(y)):
+        sided = sided or any(hasattr(module, "takes") for module in layer.modules())  # then rows may differ from those
+        if name in splits and not sided and not all(trial_run.is_rowwise(t, rows) for t in nested_values.leaves(y)):
             raise UserError(
                 f"the members of {network} part after layer {name!r}, but what it gives for {rows} examples is of "
                 f"shape {[tuple(t.shape) for t in nested_values.leaves(y)]}: examples must come first there, since "

@@ -109,10 +109,11 @@ def _list_models(models: Any, batch_size: Any) -> list[Model]:
     if wrong := [model for model in members if not callable(model)]:
         raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
     for model in members:
-        if preprocessing := model.history.preprocessing if isinstance(model, TreeNet) else "":
+        data = model.history.data if isinstance(model, TreeNet) else None
+        if data is not None and (preprocessing := data.describe_preprocessing()):
             warn(
-                f"the network was trained on examples {preprocessing}, and gets these as they are: "
-                "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run"
+                f"the network was trained on preprocessed data ({preprocessing}), but these are raw: "
+                "run.evaluate(x, y) and run.member(m) include the preprocessing of the run"
             )
     return members
 

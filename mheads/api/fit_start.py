@@ -31,9 +31,10 @@ def set_init(
         raise UserError("init_map renames what is in a file of weights or a state dict: give one of these as init")
     if init is None:
         return net.init if folder is None else net.history.starts.get(folder.path.resolve(), (None, net.init))[1]
-    net.history.iterations, net.history.failed = 0, False
     if isinstance(init, Run):
         init = init.net
+    net.history.data = init.history.data if isinstance(init, TreeNet) else None
+    net.history.iterations, net.history.failed = 0, False
     if isinstance(init, TreeNet):
         net.copy_weights(init)
         return f"{GIVEN}{fingerprint.weights(init.state_dict())}"

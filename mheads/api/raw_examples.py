@@ -21,7 +21,8 @@ from mheads.runs.data_facts import DataFacts
 
 class PreprocessingNetwork(nn.Module):
     """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], vectors [B, F], or
-    tokens [B, T]. In eval mode its outputs are means over the views of the run."""
+    tokens [B, T], and gives numbers in the units of the targets. In eval mode its outputs are means over the views of
+    the run."""
 
     def __init__(self, network: nn.Module, data: DataFacts, views: Sequence[View] = ()) -> None:
         super().__init__()
@@ -43,7 +44,8 @@ class PreprocessingNetwork(nn.Module):
         views = () if self.training else self.views
         x = stack_views(x, views)
         outputs: Value = self.network(x) if side is None else self.network(x, side)
-        return nested_values.map_leaves(lambda t: average_views(t, views, dim=0), outputs)
+        averaged = nested_values.map_leaves(lambda t: average_views(t, views, dim=0), outputs)
+        return self.data.problem.in_original_units(averaged)
 
 
 def as_raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:

@@ -93,7 +93,7 @@ class Run:
 
     def __post_init__(self) -> None:
         # `evaluate` warns of it, since the net alone does not preprocess.
-        self.net.history.preprocessing = str(self.data.preprocess)
+        self.net.history.data = self.data
         object.__setattr__(self, "_versions", self._versions_now())
         object.__setattr__(self, "_weights", fingerprint.weights(self.net.state_dict()))
 

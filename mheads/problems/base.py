@@ -55,6 +55,10 @@ class Problem(Protocol):
         """The group of each target, int64 [B]."""
         return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
 
+    def in_original_units(self, outputs: Value) -> Value:
+        """Outputs of one member [B, ...] in the units of the targets, where members learn normalised targets."""
+        return outputs
+
     def answer(self, outputs: Value) -> Tensor:
         """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
         return nested_values.leaves(outputs)[0]  # the answer comes first

@@ -192,6 +192,18 @@ class Regression(Problem):
     def output_form(self) -> str:
         return f"numbers [B, {self.num_values}], as y.reshape(len(y), -1) gives them"
 
+    def in_original_units(self, outputs: Value) -> Value:
+        if not self.std_of_targets:
+            return outputs
+        answers, *others = nested_values.leaves(outputs)
+        mean, std = (
+            answers.new_tensor(values).reshape(answers.shape[1:])
+            for values in (self.mean_of_targets, self.std_of_targets)
+        )
+        if self.variances:
+            others[0] = others[0] + 2 * std.log()
+        return nested_values.rebuild(outputs, [answers * std + mean, *others])
+
     def answer(self, outputs: Value) -> Tensor:
         answers = self._in_shape(nested_values.leaves(outputs)[0])
         if self.std_of_targets:

@@ -44,6 +44,11 @@ class DataFacts:
         if self.seen is not None and given is not None:
             self.seen.check(given, what)
 
+    def describe_preprocessing(self) -> str:
+        """What the run does to inputs and targets, in words; empty if it does nothing."""
+        normalized = "targets normalised" if getattr(self.problem, "std_of_targets", ()) else ""
+        return ", ".join(part for part in (str(self.preprocess), normalized) if part)
+
     def inputs(self, raw: Value, dtype: torch.dtype) -> Tensor:
         """Other examples as the network takes them: raw values in the units of training, preprocessed as there."""
         raw, *beside = raw if isinstance(raw, tuple) else (raw,)

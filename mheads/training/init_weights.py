@@ -16,9 +16,10 @@ from torch import Tensor
 from mheads.caffe import weights as blobs
 from mheads.common import atomic_files, fingerprint, packed_arrays
 from mheads.common.errors import UserError
+from mheads.common.safe_yaml import short
 from mheads.config.schema import Config
 from mheads.data import Data
-from mheads.problems import finds_objects, is_single_label
+from mheads.problems import Problem, finds_objects, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.trees.copy_weights import take_weights
@@ -94,11 +95,12 @@ def digest_init(init: str) -> str | None:
     return atomic_files.digest(path if path.suffix in SUFFIXES else RunFolder(path).model)
 
 
-def compare_with_source(config: Config, data: Data) -> list[str]:
-    """How the inputs and classes of the source run that `init` names differ from these."""
-    if not RunFolder(Path(config.init)).exists():  # random, same, or weights without a run
+def compare_with_source(config: Config, net: TreeNet, data: Data) -> list[str]:
+    """How the data of the run that the weights come from, that of `init` or an earlier `fit`, differ from these."""
+    source_run, facts = RunFolder(Path(config.init)), DataFacts.of(data)
+    source: DataFacts | None = source_run.read_data() if source_run.exists() else net.history.data
+    if source is None:
         return []
-    source, facts = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
     old, new = source.problem, facts.problem
     before, after = source.preprocess, facts.preprocess
     pairs: dict[str, tuple[Any, Any]] = {}
@@ -114,6 +116,7 @@ def compare_with_source(config: Config, data: Data) -> list[str]:
         "the order of channels": ("BGR" if before.bgr else "RGB", "BGR" if after.bgr else "RGB"),
         "the mean that is subtracted": (_describe(before.mean), _describe(after.mean)),
         "the standard deviation that is divided by": (_describe(before.std), _describe(after.std)),
+        "data.normalize_targets": (_describe_target_scale(old), _describe_target_scale(new)),
     }
     lines = [f"{what}: {there} there, {here} here" for what, (there, here) in pairs.items() if there != here]
     return lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"]
@@ -123,6 +126,12 @@ def _describe(tensor: Tensor | None) -> str:
     if tensor is None:
         return "none"
     return f"{tensor.double().mean():.4g} on average ({fingerprint.weights({'': tensor})})"
+
+
+def _describe_target_scale(problem: Problem) -> str:
+    mean, std = (getattr(problem, name, ()) for name in ("mean_of_targets", "std_of_targets"))
+    texts = [short([float(f"{value:.4g}") for value in values]) for values in (mean, std)]
+    return f"true (mean {texts[0]}, standard deviation {texts[1]})" if std else "false"
 
 
 # Weights by name.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ def open_folder(
             watch.say(experiment.net.history.origin)
         for line in experiment.describe_specialists():
             watch.say(line)
-        if differing := compare_with_source(config, data):
-            watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
+        if differing := compare_with_source(config, experiment.net, data):
+            source = config.init if RunFolder(Path(config.init)).exists() else "an earlier run"
+            watch.warn("\n  ".join([f"the weights of {source} were trained on other data:", *differing]))
         return opened, {}
     checkpoints.recover()
     steps = checkpoints.steps()

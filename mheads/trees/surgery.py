@@ -138,7 +138,7 @@ def _rebuild(net: TreeNet, sources: Sources | None, **options: Any) -> TreeNet:
     first = next(net.parameters())
     made.to(device=first.device, dtype=first.dtype)
     take_weights(made, net.tree, net.state_dict() | non_persistent_buffers(net), sources)
-    made.history = TrainingHistory(net.history.iterations, preprocessing=net.history.preprocessing)
+    made.history = TrainingHistory(net.history.iterations, data=net.history.data)
     _freeze_alike(made, net, sources)
     return made.train(net.training)
 

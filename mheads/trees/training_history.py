@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -16,7 +17,7 @@ class TrainingHistory:
     iterations: int = 0  # that have changed the weights
     failed: bool = False  # whether a training ended by an error after it had changed the weights
     origin: str = ""  # a report on the file of weights that the net starts from
-    preprocessing: str = ""  # of the run, which the net alone does not do
+    data: Any = None  # the DataFacts of the run that left these weights, whose preprocessing the net alone does not do
     weights: str = ""  # a digest of the weights that the last training left
     starts: dict[Path, tuple[str | None, str]] = field(default_factory=dict)
     """For each run folder the weights that training started from there: a digest, and the config's `init`."""

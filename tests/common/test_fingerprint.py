@@ -147,7 +147,8 @@ def test_a_net_that_was_trained_in_a_folder_finds_it_finished_and_goes_on_in_it(
     assert package.fit(net, folder=tmp_path / "run", **QUICK).summary == run.summary
     assert fingerprint.weights(net.state_dict()) == trained
     # In another folder it starts from the trained weights; back in the first, that one is still its own.
-    other = package.fit(net, folder=tmp_path / "other", **QUICK)
+    with pytest.warns(UserWarning, match="an earlier fit left in this net: build a new TreeNet"):
+        other = package.fit(net, folder=tmp_path / "other", **QUICK)
     assert fingerprint.weights(other.net.state_dict()) != trained
     assert package.fit(net, folder=tmp_path / "run", **QUICK).summary == run.summary
     assert fingerprint.weights(net.state_dict()) == trained

@@ -131,6 +131,40 @@ def test_targets_are_normalised_on_the_training_part_and_answers_are_in_old_unit
         fit(TreeNet(lambda: nn.Linear(3, 2), members=2), train=(X, np.arange(120) % 2), normalize_targets=True)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_member_alone_answers_in_the_units_of_the_targets(flat):
+    net = TreeNet(with_scores(partial(paths, flat)), members=2, split=None, seed=0)
+    run = fit(net, losses.scored(), train=(X, 500 + 100 * PATHS), iterations=3, normalize_targets=True)
+    member = run.member(1)(X[:7])
+    torch.testing.assert_close(member["answer"].reshape(7, 4, 2), run.predict(X[:7])[1])
+    assert member["score"].shape == (7,)
+    answers = [lambda x, m=m: run.member(m)(x)["answer"].reshape(-1, 4, 2) for m in range(2)]
+    alone = mheads.evaluate(answers, (X, 500 + 100 * PATHS))
+    assert alone.members == pytest.approx(run.evaluate(X, 500 + 100 * PATHS).members, rel=1e-4)
+    with pytest.warns(UserWarning, match=r"trained on preprocessed data \(targets normalised\), but these are raw"):
+        mheads.evaluate(run.net, (X, 500 + 100 * PATHS))
+
+
+def test_weights_that_learned_normalised_targets_are_compared_with_what_they_learn_next():
+    run = fit(TreeNet(linear, members=2), train=(X, NUMBERS), iterations=3, normalize_targets=True)
+    other = r"normalize_targets: true \(mean \[51.58\], standard deviation \[22.73\]\) there, false here"
+    with pytest.warns(UserWarning, match=other):
+        fit(TreeNet(linear, members=2), train=(X, NUMBERS), iterations=1, init=run)
+    with pytest.warns(UserWarning, match=other):
+        fit(run.net.keep([0]), train=(X, NUMBERS), iterations=1)
+    fit(run.net.keep([1]), train=(X, NUMBERS), iterations=1, normalize_targets=True)
+
+
+def test_a_second_fit_of_a_net_warns_that_it_continues():
+    net, common = TreeNet(linear, members=2), {"train": (X, NUMBERS), "iterations": 2}
+    fit(net, **common)
+    with pytest.warns(
+        UserWarning, match="the weights that 2 iterations of an earlier fit left .*: build a new TreeNet"
+    ):
+        fit(net, **common)
+    fit(net, init=net, **common)
+
+
 def test_variances_make_a_mixture_in_the_units_of_the_targets():
     net = TreeNet(lambda: mlp(3, hidden=(8,), variance=True), members=2, seed=0)
     run = fit(
@@ -140,6 +174,9 @@ def test_variances_make_a_mixture_in_the_units_of_the_targets():
     mean, std = NUMBERS[:90].mean(dtype=np.float64), NUMBERS[:90].std(dtype=np.float64)
     with torch.no_grad():
         parts = [[t.numpy() for t in run.net.member(m)(torch.from_numpy(X[90:]))] for m in range(2)]
+    answer, log_variance = (t.detach().numpy() for t in run.member(1)(X[90:]))
+    np.testing.assert_allclose(answer, parts[1][0] * std + mean, rtol=1e-5)
+    np.testing.assert_allclose(log_variance, parts[1][1] + 2 * np.log(std), rtol=1e-5)
     pdf = [stats.norm.pdf(NUMBERS[90:], mu * std + mean, np.exp(s / 2) * std) for mu, s in parts]
     assert run.result.nll == pytest.approx(-np.log(np.mean(pdf, 0)).mean(), rel=1e-4)
     assert run.result.nll_voronoi is not None and run.result.kernel_scale is None

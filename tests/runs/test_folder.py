@@ -476,9 +476,9 @@ def test_a_tree_that_splits_earlier_takes_every_layer_from_where_its_members_had
 def test_a_donor_of_other_inputs_is_said(mheads, plain, tmp_path):
     done = train_from(mheads, plain, tmp_path, "data.normalize=mean_std", "data.scale=0.5")
     assert done.code == 0
-    for part in ("other inputs", "data.scale: 1.0 there, 0.5 here", "the mean that is subtracted: "):
+    for part in ("trained on other data", "data.scale: 1.0 there, 0.5 here", "the mean that is subtracted: "):
         assert part in done.out
-    assert "other inputs" not in train_from(mheads, plain, tmp_path / "same", "seed=3").out
+    assert "trained on other data" not in train_from(mheads, plain, tmp_path / "same", "seed=3").out
 
 
 def test_a_donor_that_was_trained_on_is_another_start(mheads, plain, tmp_path):

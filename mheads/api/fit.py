@@ -222,13 +222,13 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         watch.say(f"holding out {experiment.data.held_out}")
     before = 0 if folder.exists() else net.history.iterations
     if before:
-        start = f"starting from the weights that {before:,} iterations of an earlier fit left in this net"
+        origin = f"starting from the weights that {before:,} iterations of an earlier fit left in this net"
         if net.history.weights:  # not those of a net that this one was made from
             watch.warn(
-                f"{start}: build a new TreeNet to start afresh, or give init=net to continue without this warning"
+                f"{origin}: build a new TreeNet to start afresh, or give init=net to continue without this warning"
             )
         else:
-            watch.say(start)
+            watch.say(origin)
     start, held = digest_start(net, folder), fingerprint.weights(net.state_dict())
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))

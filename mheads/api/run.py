@@ -81,7 +81,7 @@ class Run:
         config, result = self.config, self.result
         members = f"{config.members} member{'s' if config.members > 1 else ''}"
         split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
-        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.told.items())])
+        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.summary.items())])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
         measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
         measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"

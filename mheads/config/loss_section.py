@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from mheads.common.errors import UserError
-from mheads.common.options import Section, make_section, option, select_options
+from mheads.common.options import Section, make_section, option, options_of, select_options
 from mheads.losses import BASE_LOSSES, LOSSES, WITH_SCORES, base_loss
 
 
@@ -55,6 +55,14 @@ class LossSection(Section):
     def told(self) -> dict[str, Any]:
         """What a description names: the options, and the weight of scores where the loss has them beside."""
         return self.options | ({"scores": self.scores} if self.scores else {})
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The same without options that have their default, but with k."""
+        defaults = (
+            {key: one.default for key, one in options_of(LOSSES[self.name]).items()} if self.name in LOSSES else {}
+        )
+        return {key: value for key, value in self.told.items() if key == "k" or value != defaults.get(key)}
 
     @property
     def options(self) -> dict[str, Any]:

@@ -155,8 +155,8 @@ def _write_result(record: Record, key: str, form: str) -> Cell:
 
 def _write_loss(record: Record) -> Cell:
     loss = record.config.loss
-    shown = [f",\N{NO-BREAK SPACE}{key}={loss.told[key]}" for key in ("k", "scores") if key in loss.told]
-    return Cell("".join([loss.name, *shown]))
+    options = [f",\N{NO-BREAK SPACE}{key}={describe.short(value)}" for key, value in loss.summary.items()]
+    return Cell("".join([loss.name, *options]))
 
 
 def _name_data(record: Record, marked: bool = False) -> str:

@@ -92,6 +92,14 @@ def test_runs_whose_answers_are_numbers_have_the_measures_of_hypotheses():
     assert "distortion" not in row
 
 
+def test_the_loss_of_a_run_is_shown_with_the_options_that_are_not_its_defaults():
+    given = [losses.mcl(k=1), losses.mcl(k=1, ce_weight=4.0), losses.mcl(k=2, normalize="wins"), losses.relaxed()]
+    shown = [
+        row["loss"].replace("\N{NO-BREAK SPACE}", " ") for row in package.compare([fit(3, one) for one in given]).rows
+    ]
+    assert shown == ["mcl, k=1", "mcl, k=1, ce_weight=4.0", "mcl, k=2, normalize=wins", "relaxed"]
+
+
 def test_a_run_without_a_result_has_empty_cells_and_its_state():
     run = fit(2).record("done")
     early = dataclasses.replace(run, title="early", result=None, finished=False)

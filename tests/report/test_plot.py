@@ -372,6 +372,14 @@ def test_trajectories_have_a_chart_for_each_of_three_examples():
     assert second.name == "member 1 (70 %)" and (target.x, target.y) == ([8.0, 10.0], [9.0, 11.0])
 
 
+def test_every_trajectory_is_named_though_its_percentage_is_that_of_another_example():
+    ways = np.arange(3 * 2 * 2, dtype=float).reshape(3, 2, 2)
+    charts = chart_hypotheses([0, 1, 2], np.zeros((3, 1)), ways, np.stack([ways + 1, ways + 2]), np.full((2, 3), 0.5))
+    for panel in draw(charts).axes:
+        names = [text.get_text() for text in panel.get_legend().get_texts()]
+        assert names == ["member 0 (50 %)", "member 1 (50 %)", "target"]
+
+
 def test_targets_that_no_chart_shows_are_refused():
     with pytest.raises(UserError, match=r"targets of shape \[3\] are not drawn: this shows one number"):
         chart_hypotheses([0], np.zeros((1, 1)), np.zeros((1, 3)), np.zeros((2, 1, 3)))

@@ -65,6 +65,7 @@ class LineChart:
     level: tuple[str, float] | None = None  # a horizontal line to compare with: its name and height
     bars: tuple[str, Sequence[float]] | None = None  # behind the lines, on an axis of their own: its label and the bars
     named_points: bool = False  # names stand beside the points, not in a legend
+    own_names: bool = False  # names hold for this chart alone, so charts beside it do not spare them
     marks: Mapping[Mark, str] = field(default_factory=dict)  # what marks mean, where that is not in the legend
     note: str = ""
     below: LineChart | None = None  # another chart, smaller, along the same x axis

@@ -83,6 +83,7 @@ def _draw_trajectories(
         f"x of example {number}",
         "y",
         x_range=(min(across), max(across)),
+        own_names=True,
         size=(4.4, 3.5),
     )
 

@@ -46,7 +46,7 @@ def draw_line_charts(charts: Sequence[LineChart]) -> Figure:
             figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=2, **LEGEND)
         elif not chart.named_points:
             _name_lines(panel, chart, named)
-            named |= {line.name for line in chart.lines}
+            named |= set() if chart.own_names else {line.name for line in chart.lines}
     for chart, panel in zip(charts, panels[0], strict=True):
         if chart.marks:
             keys = [

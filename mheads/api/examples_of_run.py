@@ -70,8 +70,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def _check_split(folder: RunFolder, config: Config, split: str) -> None:
     if config.data.name not in DATASETS:
         raise UserError(
-            f"{folder.path} was trained from Python on arrays: evaluate it there, mheads.load(run).evaluate(x, y), "
-            "or give other data, data.name=npz data.path=..."
+            f"{folder.path} was trained from Python on arrays, which its folder does not hold: run.evaluate, run.plot "
+            "and run.report take examples x, y, with run = mheads.load(folder); mheads eval takes data.name=npz "
+            "data.path=FILE"
         )
     if split not in SPLITS:
         raise UserError(f"split {split!r}: there are {', '.join(SPLITS)}")

@@ -200,6 +200,18 @@ class Run:
         net = self._check_weights() if find_figure(name).asks_net else self.net
         return draw_figure(name, [ShownRun(self.record(), net=net, examples=examples)])
 
+    def report(self, path: str | Path = "report.html", x: Any = None, y: Any = None) -> Path:
+        """Writes the HTML page of the run; returns where it is.
+
+        x and y are the examples, as `evaluate` takes them, that the page asks the net about; by default those that the
+        run was evaluated on, where its config can name them.
+        """
+        from mheads.report.page.report import report_run
+        from mheads.report.shown_run import ShownRun
+
+        examples = None if x is None else self.split_of(x, y)
+        return report_run(ShownRun(self.record(), net=self._check_weights(), examples=examples), Path(path))
+
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""
         return self.plot("ownership")

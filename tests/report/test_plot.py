@@ -181,6 +181,13 @@ def test_wins_are_those_of_the_log(runs):
         assert list(line.get_xdata()) == [2, 4, 6]
 
 
+def test_members_that_win_nothing_at_the_end_are_named():
+    wins = [[0.5, 0.3, 0.2], [0.6, 0.4, 0.0], [0.6, 0.4, 0.0], [1.0, 0.0, 0.0], [0.7, 0.3, 0.0]]
+    steps = [{"iteration": 10 * i, "share": row} for i, row in enumerate(wins, 1)]
+    assert chart_wins(steps).note.startswith("Members that won nothing in the last fifth of training: 2. Do not rely")
+    assert "won nothing" not in chart_wins(steps[:1]).note
+
+
 def test_a_run_may_be_called_whatever_a_folder_can(tmp_path):
     bins = {"$\\frac{$ \udc80": {"confidence": [50.0], "accuracy": [40.0], "examples": [3]}}
     save(draw([outcomes.chart_reliability(bins)]), tmp_path / "a.png")

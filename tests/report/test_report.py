@@ -14,7 +14,9 @@ import pytest
 import torch
 from helpers.chromium import CHROMIUM, Browser
 from rich.console import Console
+from torch import nn
 
+import mheads as package
 from mheads.api import evaluate
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
@@ -247,7 +249,10 @@ def test_code_of_the_run_is_called_only_if_it_is_trusted(mheads, tmp_path):
     folder = tmp_path / "run"
     given = ("model=user_networks:with_dropout", "members=2", "split=conv", *QUICK)
     assert mheads("train", "digits", *given, "-f", folder).code == 0
-    assert mheads("report", folder).code == 0
+    done = mheads("report", folder)
+    assert done.code == 0
+    printed = " ".join((done.out + done.err).split())
+    assert "give --trust" in printed and "the page has nothing in run, agreement, reliability" in printed
     text = Parsed(folder / "report.html").text
     assert text.count("None of it was run. If you trust it, give --trust") == 1
     assert text.count("the reason is above") >= 2
@@ -262,8 +267,9 @@ def test_numbers_instead_of_classes(mheads, tmp_path):
     assert mheads("train", "diabetes", "optim.iterations=4", "-f", tmp_path / "run").code == 0
     done = mheads("report", tmp_path / "run")
     assert done.code == 0, done.err
-    text = Parsed(tmp_path / "run" / "report.html").text
-    assert "Members give numbers, not one class that could differ" in text
+    found = Parsed(tmp_path / "run" / "report.html")
+    assert "agreement" not in found.ids and "the page has nothing in" not in done.out + done.err
+    text = found.text
     assert "Who owns which examples" in text
 
 
@@ -741,7 +747,7 @@ def test_scores_are_named_with_the_loss_and_only_classes_are_called_so():
     assert describe.loss_text(run.config).startswith("mcl (") and "scores=0.5)" in describe.loss_text(run.config)
     panels = {"owned": Panel("ownership", lambda run: [Missing("x")])}
     for groups, share in ((("a", "b"), "share of a class,"), (("all",), "share of all examples,")):
-        (section,) = make_sections(panels, run, groups)
+        (section,), _ = make_sections(panels, run, groups)
         assert share in section.lead
 
 
@@ -771,3 +777,13 @@ def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
         record.data.problem = SimpleNamespace(name="classification", rows=lambda result: [("Oracle", "80.00 %")])
         table = tabulate_result(record, paper_figures)
         assert table.head == head
+
+
+def test_a_run_of_a_script_writes_its_page_with_the_network_and_the_examples_at_hand(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    net = package.TreeNet(lambda: nn.Linear(4, 3), members=2)
+    run = package.fit(net, train=(x, np.arange(60) % 3), test=(x, np.arange(60) % 3), iterations=3)
+    assert run.report(tmp_path / "page.html", x, np.arange(60) % 3) == tmp_path / "page.html"
+    assert "grid-confusion" in Parsed(tmp_path / "page.html").ids
+    with pytest.raises(UserError, match=r"ends in \.html"):
+        run.report(tmp_path / "page.pdf")

@@ -64,8 +64,13 @@ def chart_wins(steps: LogLines) -> LineChart:
         raise UserError(NO_STEP)
     won = [[100 * part for part in line.get("wins", line["share"])] for line in steps]
     lines = _member_lines([line["iteration"] for line in steps], won)
-    title = "Examples that each member learns from"
-    return _with_note(LineChart(title, lines, "iteration", "examples won, %", y_range=(0, None), size=(6.0, 3.4)))
+    title, last = "Examples that each member learns from", won[-max(1, len(won) // 5) :]
+    idle = [str(m) for m in range(len(won[0])) if not any(row[m] for row in last)]
+    note = f"Members that won nothing in the last fifth of training: {', '.join(idle)}. Do not rely on their answers."
+    note = note if idle else ""
+    return _with_note(
+        LineChart(title, lines, "iteration", "examples won, %", y_range=(0, None), note=note, size=(6.0, 3.4))
+    )
 
 
 def chart_runs(title: str, logs: Sequence[tuple[str, str, LogLines]], measure: str) -> LineChart:

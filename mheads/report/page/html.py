@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,8 @@ Headline = Sequence[tuple[str, str, str, str]]  # a name, its value, the unit, a
 
 @dataclass(frozen=True)
 class Page:
-    """All of a page. state: how far a run is that is not finished; notes: what is wrong with the run."""
+    """All of a page. state: how far a run is that is not finished; notes: what is wrong with the run; lacking: the
+    sections that lack something, by the reason."""
 
     title: str
     about: str
@@ -107,6 +108,7 @@ class Page:
     state: str = ""
     notes: Sequence[str] = ()
     made: str = ""
+    lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refresh: int = 0  # seconds after which the page is loaded again; 0: never
 
     def html(self) -> str:

@@ -50,14 +50,16 @@ def make_page(run: ShownRun) -> Page:
     """All that can be shown of a run."""
     record = run.record
     problems = [f"{path.name} {problem}" for path, problem in record.folder.problems().items()]
+    sections, lacking = make_sections(PANELS, run, record.data.problem.groups)
     return Page(
         record.title,
         describe.sentence(record),
         headline(record),
-        make_sections(PANELS, run, record.data.problem.groups),
+        sections,
         describe.state(record),
         [f"Something is wrong in the run folder: {problem}." for problem in problems],
         f"Made by mheads from {record.folder.path.name}.",
+        lacking,
     )
 
 
@@ -156,13 +158,11 @@ def show_hypotheses(run: ShownRun) -> Sequence[Part]:
 
 
 def show_disagreement(run: ShownRun) -> Sequence[Part]:
-    result, problem = run.record.result or {}, run.record.data.problem
+    result = run.record.result or {}
     if "disagreement_pairs" in result and run.record.config.members > 1:
         return [
             HeatMaps([map_disagreement(result["disagreement_pairs"], "How often two members answer differently, %")])
         ]
-    if not is_single_label(problem):
-        raise UserError(f"Members give {problem.answer_kind}, not one class that could differ")
     return []
 
 

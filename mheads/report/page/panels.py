@@ -62,28 +62,32 @@ SECTIONS = {
 }
 
 
-def make_sections(panels: Mapping[str, Panel[Shown]], shown: Shown, groups: Sequence[str]) -> list[PageSection]:
-    """The sections that these panels fill; `groups` are the classes that members own, or only one of all examples."""
+def make_sections(
+    panels: Mapping[str, Panel[Shown]], shown: Shown, groups: Sequence[str]
+) -> tuple[list[PageSection], dict[str, list[str]]]:
+    """The sections that these panels fill, and by reason those that lack a panel.
+
+    `groups` are the classes that members own, or only one of all examples. A reason stands on the page once.
+    """
     parts: dict[str, list[Part]] = defaultdict(list)
-    told: set[str] = set()  # reasons that stand on the page
+    lacking: dict[str, list[str]] = {}
     for panel in panels.values():
         try:
             parts[panel.section] += panel.describe(shown) if panel.when(shown) else []
         except UserError as error:
-            reason = Missing(f"{panel.otherwise}{error}.")
-            if str(error) in told:
-                short = Missing(f"{panel.otherwise or 'Not shown: '}the reason is above.")
-                parts[panel.section] += [short] if parts[panel.section][-1:] not in ([reason], [short]) else []
-            else:
-                parts[panel.section].append(reason)
-            told.add(str(error))
+            why = f"{panel.otherwise or 'Not shown: '}the reason is above" if str(error) in lacking else None
+            names = lacking.setdefault(str(error), [])
+            if panel.section not in names:
+                names.append(panel.section)
+                parts[panel.section].append(Missing(f"{why or f'{panel.otherwise}{error}'}."))
     titles = (
         {"groups": "class", "shared": "a class"}
         if len(groups) > 1
         else {"groups": "examples", "shared": "all examples"}
     )
-    return [
+    filled = [
         PageSection(name, title.format_map(titles), parts[name], lead.format_map(titles))
         for name, (title, lead) in SECTIONS.items()
         if parts[name]
     ]
+    return filled, lacking

@@ -34,7 +34,18 @@ def report(
         check_output(output, SUFFIXES)
     records = read_all(paths, lenient=True)
     output = check_place(output or _default_file(paths))
-    write_atomically(output, make_any_page(records, watch, trust, paper=paper).html())
+    page = make_any_page(records, watch, trust, paper=paper)
+    for reason, sections in page.lacking.items():
+        if len(sections) > 1:  # the network or the data, and not a panel that has nothing to show
+            watch.warn(f"the page has nothing in {', '.join(sections)}: {reason}")
+    write_atomically(output, page.html())
+    return output
+
+
+def report_run(run: ShownRun, output: Path) -> Path:
+    """Writes the page of a run that a program has at hand; returns where it is."""
+    check_output(output, SUFFIXES)
+    write_atomically(check_place(output), make_page(run).html())
     return output
 
 

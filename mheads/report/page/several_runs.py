@@ -41,14 +41,16 @@ def make_comparison(
     ]
     unfinished = [f"{record.title}, iteration {record.iteration:,}" for record in records if not record.finished]
     groups = max((record.data.problem.groups for record in records), key=len)
+    sections, lacking = make_sections(COMPARISONS, runs, groups)
     return Page(
         title or f"{len(records)} runs",
         about or f"Side by side: {', '.join(record.title for record in records)}.",
         best if best is not None else headline(records) if on_same_examples(records) else [],
-        [*further, *make_sections(COMPARISONS, runs, groups)],
+        [*further, *sections],
         f"Not finished: {'; '.join(unfinished)}" if unfinished else "",
         notes,
         "Made by mheads.",
+        lacking,
     )
 
 

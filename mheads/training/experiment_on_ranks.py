@@ -12,7 +12,7 @@ import torch
 
 import mheads
 from mheads.common.device import resolve
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, warn
 from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.batches import Batches
@@ -127,10 +127,20 @@ def agree_on_placement(config: Config, world: World) -> Placement:
 
     def decide() -> Placement:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
-        cluster = Cluster(world.size, workers, bandwidth)
-        return place(config.placement, make_workload(config), cluster)
+        workload = make_workload(config)
+        placement = place(config.placement, workload, Cluster(world.size, workers, bandwidth))
+        _warn_of_idle_ranks(placement, world.size, bool(workload.stacked))
+        return placement
 
     return world.share("placement", decide)
+
+
+def _warn_of_idle_ranks(placement: Placement, ranks: int, stacked: bool) -> None:
+    if placement.ranks < ranks:
+        why = "there are no more members and micro-batches to share"
+        if stacked:
+            why = "small members run as one stage on one rank (engine.stack=never spreads them)"
+        warn(f"{ranks - placement.ranks} of {ranks} ranks have nothing to do: {why}")
 
 
 def _find_versions() -> dict[str, Any]:

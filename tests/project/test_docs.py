@@ -3,13 +3,14 @@
 import inspect
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from matplotlib.image import imread
 
-import mheads
+import mheads as package
 from mheads.config import schema
 from mheads.networks import NETWORKS
 
@@ -25,6 +26,7 @@ TEXTS = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write_csv(Path("table.csv"), ["cat", "dog", "horse"])
     names = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         exec(compile(block, page.name, "exec"), names)
@@ -32,6 +34,35 @@ def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
         assert all(1 <= len(answers) <= 4 for answers in names["candidates"])
         assert names["accuracy"] > 80
     assert len(names) > 2  # it did something
+
+
+def write_csv(path, targets):
+    """Rows of four numbers and one of the targets, under a header."""
+    rows = [f"{i},{i % 7},0.5,-1,{targets[i % len(targets)]}" for i in range(150)]
+    path.write_text("\n".join(["a,b,c,d,target", *rows]))
+
+
+@pytest.mark.parametrize(
+    ("targets", "conversion", "problem", "outputs"),
+    [
+        (["cat", "dog", "horse"], "", "classification", 3),
+        (["0", "1", "2"], ".astype(int)", "classification", 3),
+        (["0.5", "1", "2"], '.astype("float32")', "regression", 1),
+    ],
+)
+def test_a_csv_file_of_classes_or_numbers_is_learned_as_the_page_says(
+    targets, conversion, problem, outputs, tmp_path, monkeypatch, mheads
+):
+    monkeypatch.chdir(tmp_path)
+    write_csv(Path("table.csv"), targets)
+    section = (ROOT / "docs/data.md").read_text().partition("\n## CSV files\n")[2].partition("\n## ")[0]
+    assert f"table[:, -1]{conversion}" in section
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(block.replace("table[:, -1]  #", f"table[:, -1]{conversion}  #"), {})
+    (command,) = re.findall(r"^    mheads (.*)", section, re.MULTILINE)
+    words = shlex.split(command.replace("outputs: 3", f"outputs: {outputs}"))
+    assert mheads(*words, "optim.iterations=2", "-f", "run").code == 0
+    assert package.load("run").data.problem.name == problem
 
 
 def places(pages, pattern):
@@ -110,7 +141,7 @@ def test_every_name_of_the_package_is_listed():
     table = (ROOT / "docs/python.md").read_text().partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
-    assert listed == {name for name in mheads.__all__ if name != "__version__"}
+    assert listed == {name for name in package.__all__ if name != "__version__"}
 
 
 def test_one_answer_prints_its_table(capsys):

@@ -60,7 +60,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0]
         if key not in [f"data.{name}" for name in DATA_KEYS]:
-            reason = "inputs are preprocessed as in training" if key.startswith("data.") else "the run is what it is"
+            reason = "settings of a finished run cannot be changed"
+            if key.startswith("data."):
+                reason = "inputs are preprocessed as in training"
             raise UserError(
                 f"{override!r}: {reason}; other data to evaluate on is given by "
                 f"{', '.join(f'data.{name}' for name in DATA_KEYS)}"

@@ -59,23 +59,28 @@ def as_raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tens
             raw = x if isinstance(x, Tensor) else torch.as_tensor(stack_arrays(x, what))
             raw = raw.to_dense() if raw.layout != torch.strided else raw
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{what} are not an array ({error}); give arrays of shape {('N', *data.shape)}") from error
+        raise UserError(f"{what} are not an array ({error}); give an array of shape {_batch_shape(data)}") from error
     if not raw.numel() and raw.shape[:1] in ((), (0,)):
-        raise UserError(f"{what} are empty: give at least one, as an array of shape {('N', *data.shape)}")
+        raise UserError(f"{what} are empty: give at least one, as an array of shape {_batch_shape(data)}")
     if raw.dim() == 3 and data.shape[0] == 1 and len(data.shape) == 3:
         raw = raw[:, None]
     if tuple(raw.shape[1:]) != data.shape:
-        hint = f"; one example is x[None], of shape {(1, *data.shape)}" if tuple(raw.shape) == data.shape else ""
-        raise UserError(f"{what} have shape {tuple(raw.shape[1:])}, but the run was trained on {data.shape}{hint}")
+        hint = f"; one example is x[None], of shape {[1, *data.shape]}" if tuple(raw.shape) == data.shape else ""
+        raise UserError(f"{what} have shape {list(raw.shape[1:])}, but the run was trained on {list(data.shape)}{hint}")
     if data.seen is not None and data.seen.kind == "tokens" and raw.dtype in (torch.int32, torch.int64):
         raw = raw.long()
     elif raw.dtype == torch.uint8:
         raw = raw.permute(0, 2, 3, 1) if raw.dim() == 4 else raw
     elif not raw.is_floating_point():
         kind = str(raw.dtype).removeprefix("torch.")
-        raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")
+        raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as in training")
     check_raw_examples(raw, data, what)
     return raw
+
+
+def _batch_shape(data: DataFacts) -> str:
+    """The shape of a batch as messages give it: [N, 3, 32, 32]."""
+    return f"[N, {', '.join(map(str, data.shape))}]"
 
 
 def read_side_inputs(side: Any, count: int, data: DataFacts, what: str = "the examples") -> dict[str, np.ndarray]:

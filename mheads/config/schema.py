@@ -139,7 +139,8 @@ class Config(Section):
         {}, "init: maps name prefixes in the file to prefixes in this network; null skips them: {backbone: features}"
     )
     init_members: list[Annotated[int, Field(ge=0)] | None] | None = option(
-        None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
+        None,
+        "init: the member of the source run that each member starts from; null initialises at random: [0, 2, null]",
     )
     freeze: list[str] = option(
         [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"

@@ -90,7 +90,7 @@ class Preprocess:
         parts = (
             f"scaled by {self.scale:g}" if self.scale != 1 else "",
             mean,
-            "divided" if self.std is not None else "",
+            "divided by the standard deviation" if self.std is not None else "",
             "channels turned to BGR" if self.bgr else "",
         )
         return ", ".join(part for part in parts if part)

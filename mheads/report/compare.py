@@ -96,8 +96,8 @@ def check_measure(records: Sequence[Record]) -> None:
     for record in records[1:]:
         if record.data.problem.measure != measure:
             raise UserError(
-                f"{record.folder.path} measures {record.data.problem.measure}, {first} {measure}: look at them one by "
-                "one"
+                f"these runs have different metrics and cannot be compared: {record.folder.path} has "
+                f"{record.data.problem.measure}; {first} has {measure}"
             )
 
 

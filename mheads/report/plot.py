@@ -150,7 +150,7 @@ def reliability(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     for record in (run.record for run in runs):
         if not is_single_label(record.data.problem):
             raise UserError(
-                f"{record.folder.path} is {record.data.problem.name}, which has no reliability: it is of classes"
+                f"reliability is only for classification, but {record.folder.path} is {record.data.problem.name}"
             )
     bins = {(run, name): values for run in runs for name, values in run.reliability.items()}
     several = len(runs) > 1

@@ -261,7 +261,7 @@ def test_mistakes_are_named(call, message):
 
 
 def test_predict_refuses_examples_of_another_shape(trained):
-    with pytest.raises(mheads.UserError, match=r"\(1, 7, 8\).*\(1, 8, 8\)"):
+    with pytest.raises(mheads.UserError, match=r"\[1, 7, 8\].*\[1, 8, 8\]"):
         trained.predict(X[:2, :, :7])
 
 
@@ -376,7 +376,9 @@ def test_a_run_and_its_members_bring_their_preprocessing_and_the_net_alone_is_wa
     members = [on_pixels.member(m) for m in range(2)]
     assert mheads.evaluate(members, test).members == on_pixels.result.members
     torch.testing.assert_close(members[1](torch.from_numpy(PIXELS[:7])), on_pixels.predict(PIXELS[:7])[1])
-    with pytest.warns(UserWarning, match=r"scaled by 0\.0039.*mean image.*run\.evaluate"):
+    with pytest.warns(
+        UserWarning, match=r"preprocessed data \(scaled by 0\.0039.*mean image.*\), but these are raw: run\.evaluate"
+    ):
         without = mheads.evaluate(on_pixels.net, test)
     assert without.members != on_pixels.result.members
 
@@ -491,12 +493,12 @@ def test_mistakes_in_the_data_are_named(call, message):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        ([], "are empty"),
+        ([], r"are empty: give at least one, as an array of shape \[N, 1, 8, 8\]"),
         (X[:0], "are empty"),
-        (X[0, 0], r"shape \(8,\)"),
+        (X[0, 0], r"shape \[8\], but the run was trained on \[1, 8, 8\]"),
         (np.where(X[:9] > 0.99, np.nan, X[:9]), "NaN or infinity"),
         (X[:2].astype(int), "dtype int64"),
-        (["a"], "not an array"),
+        (["a"], r"not an array.*\[N, 1, 8, 8\]"),
     ],
     ids=str,
 )

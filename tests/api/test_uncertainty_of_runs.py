@@ -99,7 +99,7 @@ def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, plac
         (["--temperature-from", "validation"], "the run is measured on these examples"),
         (["--temperature-from", "test", "--split", "test"], "would look better than it is"),
         (["--temperature-from", "held_out"], "there are train, validation, test"),
-        (["--ood", "loss.k=2"], "other data to evaluate on is given by"),
+        (["--ood", "loss.k=2"], "settings of a finished run cannot be changed; other data to evaluate on is given by"),
         (["--ood", "data.path=none.npz", "--ood", "data.name=npz"], "none.npz"),
         (["--ood", "data.limit=10"], "--ood data.limit=10: that is the run's own digits"),
         (["--shifted", "data.limit=10"], "--shifted data.limit=10: that is the run's own digits"),

@@ -149,7 +149,7 @@ def test_integers_for_a_network_of_numbers_are_refused_with_the_remedy():
         (X.astype(np.uint8), "uint8 from 0 to 19, but training saw tokens"),
         (X + 1, "tokens from 1 to 20, but .*nothing was learned of those above, so give others"),
         (X - 1, "holds the token -1"),
-        (X[:, :5], r"shape \(5,\), but the run was trained on \(12,\)"),
+        (X[:, :5], r"shape \[5\], but the run was trained on \[12\]"),
     ],
 )
 def test_what_a_run_of_texts_does_not_know_is_refused(trained, x, said):

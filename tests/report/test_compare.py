@@ -110,7 +110,7 @@ def test_a_run_without_a_result_has_empty_cells_and_its_state():
 
 def test_runs_that_are_measured_otherwise_are_refused(tmp_path):
     numbers = fit(2, y=X[:, :1], outputs=1)
-    with pytest.raises(UserError, match=r"measures .*: look at them one by one"):
+    with pytest.raises(UserError, match=r"cannot be compared: .* has root mean square error, .*; .* has accuracy"):
         package.compare({"classes": fit(2), "numbers": numbers})
     with pytest.raises(UserError, match="there is no run to compare"):
         package.compare([])

@@ -322,7 +322,7 @@ def test_reliability_of_a_run_in_memory_is_that_of_its_own_net():
     ):
         run.plot("reliability")
     numbers = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=1), train=(x, x[:, :3]), iterations=1)
-    with pytest.raises(UserError, match="is regression, which has no reliability"):
+    with pytest.raises(UserError, match=r"reliability is only for classification, but .* is regression"):
         numbers.plot("reliability")
 
 

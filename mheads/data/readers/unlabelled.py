@@ -48,7 +48,7 @@ def read_csv(path: Path) -> np.ndarray:
         wrong = next((cell for cell in line if not _is_number(cell)), None)
         if wrong is not None or len(line) != width:
             content = f"{len(line)} values, the first row {width}" if wrong is None else f"{wrong!r}, not a number"
-            raise UserError(f"{path}: line {number} has {content}; give rows of numbers, as many in each")
+            raise UserError(f"{path}: line {number} has {content}; every row needs equally many numbers")
     return np.array([line for _, line in lines], np.float64)
 
 

@@ -33,13 +33,16 @@ class LossSection(Section):
     args: dict[str, Any] = option({}, "arguments of the factory of your own loss")
     base_loss: Annotated[str | dict[str, Any] | None, AfterValidator(_base_loss)] = option(
         None,
-        f"the loss of one member on one example: {', '.join(BASE_LOSSES)}, or package.module:function of your own, "
-        "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
+        f"the base loss, of one member on one example: {', '.join(BASE_LOSSES)}, or package.module:function of your "
+        "own, with options as {name: smooth_l1, beta: 0.5}; null: the problem's own",
     )
     scores: float = option(
-        0.0, "weight of scores, by which members also learn on which examples they do best; 0: they have none", ge=0
+        0.0,
+        "weight of the members' scores beside any loss: each member also learns on which examples it does best; "
+        "0: no scores",
+        ge=0,
     )
-    scale_rate: bool = option(True, "averaged losses with sgd: multiply the rate by the number of members")
+    scale_rate: bool = option(True, "averaged losses with sgd: multiply the learning rate by the number of members")
 
     @property
     def whole_batch(self) -> bool:

@@ -91,7 +91,9 @@ class EngineSection(Section):
 
 class DistributedSection(Section):
     sums: Literal["ordered", "fast"] = option(
-        "ordered", "ranks: gradients are added in the order of one process; fast: by the backend, bits may differ"
+        "ordered",
+        "ranks: gradients of weights are added in the order of one process, so that the bits are the same; fast: by "
+        "the backend's own reductions, bits may differ",
     )
 
 
@@ -106,16 +108,18 @@ class LogOptions(Section):
 
 class EvalOptions(Section):
     views: list[View] = option(
-        [], "images: answers are means over these views, each {weight: , mirror: , down: , right: }; none: as they are"
+        [],
+        "images: answers are weighted means over these views, each {weight: , mirror: , down: , right: }; empty: "
+        "the image alone",
     )
 
 
 class TeacherOptions(Section):
     answers: Literal["array"] | Location | None = option(
-        None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
+        None, "an .npz or .npy file of probabilities [N, C] for the training examples, learned beside the labels"
     )
-    weight: float = option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
-    temperature: float = option(2.0, "softens the answers, and those of the members", gt=0, le=1000)
+    weight: float = option(0.9, "weight of these answers; the labels have the rest", gt=0, le=1)
+    temperature: float = option(2.0, "softens the answers of the teacher and of the members", gt=0, le=1000)
 
 
 MAX_ROWS = 10_000_000  # of a step
@@ -143,19 +147,21 @@ class Config(Section):
         "init: the member of the source run that each member starts from; null initialises at random: [0, 2, null]",
     )
     freeze: list[str] = option(
-        [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"
+        [],
+        "stages, layers or modules inside layers that do not learn: [trunk], [conv1]; [..conv3] is all layers up "
+        "to conv3",
     )
     sampling: Annotated[Sampling, BeforeValidator(expand_name)] = option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(expand_name)] = option(LossOptions(), "the loss")
-    teacher: TeacherOptions = option(TeacherOptions(), "whose answers are learned beside the labels")
-    pretrain: int = option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
+    teacher: TeacherOptions = option(TeacherOptions(), "answers of another network, learned beside the labels")
+    pretrain: int = option(0, "iterations with the independent loss before the chosen loss starts", ge=0)
     data: Annotated[DataOptions, BeforeValidator(expand_name)] = option(DataOptions(), "the data")
     engine: EngineSection = option(EngineSection(), "how the work is cut and spread")
     placement: Annotated[
         Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_stage_names_as_text)
-    ] = option("default", "ranks: members spread evenly; auto: fastest by measured costs; or {stage: rank}")
+    ] = option("default", "ranks: members spread evenly; auto: the fastest by measured costs; or {stage: rank}")
     distributed: DistributedSection = option(DistributedSection(), "how ranks work together")
-    timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
+    timeout: float = option(60.0, "ranks: seconds without progress after which a rank counts as lost", gt=0)
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     eval: EvalOptions = option(EvalOptions(), "how examples are answered")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")

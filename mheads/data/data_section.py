@@ -20,22 +20,24 @@ def _absolute_proposals(proposals: str) -> str:
 class RegionOptions(Section):
     """Of images with objects; the defaults are those of the Fast R-CNN release."""
 
-    objects: Literal["voc"] | list[str] = option("voc", "their classes, or voc for the twenty of PASCAL VOC")
+    objects: Literal["voc"] | list[str] = option("voc", "the classes of objects; voc: the twenty of PASCAL VOC")
     proposals: Annotated[str, AfterValidator(_absolute_proposals)] = option(
         "selective_search",
-        "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
+        "where regions come from: selective_search, or an .npz or .mat file, {part} in its name",
     )
-    with_objects: bool = option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
+    with_objects: bool = option(False, "evaluation: the objects' own boxes are added to the proposals, as in training")
     most: int = option(2000, "regions proposed in an image", ge=1)
-    per_image: int = option(64, "training: regions that an image gives to a step", ge=1)
-    foreground: float = option(0.25, "training: the share of them that may be objects", gt=0, le=1)
-    foreground_overlap: float = option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
+    per_image: int = option(64, "training: regions per image in a step", ge=1)
+    foreground: float = option(0.25, "training: the largest share of these that are objects", gt=0, le=1)
+    foreground_overlap: float = option(
+        0.5, "training: the smallest overlap of a region that counts as an object", gt=0, le=1
+    )
     background_overlap: tuple[float, float] = option(
-        (0.1, 0.5), "training: overlaps from and below which it is background"
+        (0.1, 0.5), "training: the range of overlaps that count as background"
     )
     short_side: int = option(600, "length of the shorter side of an image", ge=16, le=10_000)
     long_side: int = option(1000, "length of the longer side, at most", ge=16, le=10_000)
-    strict: bool = option(False, "stop at the first thing that is wrong in the annotations")
+    strict: bool = option(False, "stop at the first mistake in the annotations")
 
     def scale(self, width: int, height: int) -> float:
         """What an image is multiplied by: the shorter side becomes `short_side`, the longer at most `long_side`."""
@@ -45,11 +47,13 @@ class RegionOptions(Section):
 
 class DataOptions(Section):
     name: str = option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Location | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    root: Location | None = option(
+        None, "the folder of a fetched dataset, if not in the cache; list: the folder that names are relative to"
+    )
     path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
-    table: str | None = option(None, "uci: which table, the name of its folder in root")
+    table: str | None = option(None, "uci: which table, the name of its folder in data.root")
     fold: int = option(0, "uci: which of the splits of the table", ge=0)
-    test_path: Location | None = option(None, "list, hdf5, lmdb: what is tested on")
+    test_path: Location | None = option(None, "list, hdf5, lmdb: the test set")
     arrays: tuple[str, str] | None = option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
     )
@@ -57,28 +61,35 @@ class DataOptions(Section):
         "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
     ] = option(
         "auto",
-        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
-        "these back",
+        "npz, list, hdf5, lmdb: what is learned; auto: decided by the targets; examples, for any data: the network "
+        "reproduces its input",
     )
     validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = option(
-        "none", "what is subtracted and divided by; init: as in the run that training starts from"
+        "none", "how inputs are normalised; init: as in the source run"
     )
     normalize_targets: bool = option(
-        False, "numbers to be learned: less their mean, divided by their standard deviation; answers are in old units"
+        False,
+        "regression: targets are learned with mean 0 and standard deviation 1; answers and metrics are in the "
+        "original units",
     )
     calibration: int = option(
-        0, "keep the last n training examples from learning, to choose the kernels of a density on", ge=0
+        0,
+        "regression: keep the last n training examples from learning, and choose the kernels of a density on them",
+        ge=0,
     )
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
     )
     channels: Literal["rgb", "bgr"] = option("rgb", "images: the order of channels that the network sees")
     pad: int = option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
-    padding: Literal["zeros", "reflect"] = option("zeros", "training: what stands around a padded image")
+    padding: Literal["zeros", "reflect"] = option(
+        "zeros", "training, with data.pad: what surrounds a padded image: zeros, or its reflection"
+    )
     mirror: Mirror = option(
         False,
-        "training: mirror at random; alternating: in every other epoch, beginning at random with this or the next",
+        "training: mirror at random; alternating: each example in every other epoch, starting with the first or the "
+        "second at random",
     )
     resize: int = option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
     crop: int | None = option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)

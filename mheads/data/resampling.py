@@ -67,10 +67,10 @@ Groups = Annotated[
     Field(description="the classes of each member, or random for an even split by the seed"),
 ]
 Generalist = Annotated[
-    Location | None, Field(description="the folder of a finished run; classes that it confuses go together")
+    Location | None, Field(description="the folder of a finished run; classes that it confuses go to one member")
 ]
 WeightsFile = Annotated[
-    Location | None, Field(description="an .npz or .npy file of sample weights [M, N] on the training examples")
+    Location | None, Field(description="an .npz or .npy file of sample weights [M, N], per member and training example")
 ]
 
 

@@ -14,10 +14,10 @@ from mheads.common.options import Section, option
 class View(Section):
     """The image moved down and right, its reflection coming in at the edges, and then mirrored."""
 
-    weight: float = option(1.0, "how much it counts", gt=0)
-    mirror: bool = option(False, "mirrored")
-    down: int = option(0, "pixels that it is moved down; up if below 0")
-    right: int = option(0, "pixels that it is moved to the right; to the left if below 0")
+    weight: float = option(1.0, "the weight of this view in the mean", gt=0)
+    mirror: bool = option(False, "whether the image is mirrored")
+    down: int = option(0, "pixels that the image is moved down; up if below 0")
+    right: int = option(0, "pixels that the image is moved to the right; to the left if below 0")
 
     def __call__(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> the same shape."""

@@ -20,11 +20,9 @@ from mheads.problems import BaseLoss
 
 def annealed(
     temperature: Annotated[float, Field(gt=0, description="the first temperature, in units of the loss")] = 1.0,
-    floor: Annotated[
-        float, Field(gt=0, description="the temperature from which on the best member alone learns")
-    ] = 0.01,
+    floor: Annotated[float, Field(gt=0, description="the temperature at which only the best member learns")] = 0.01,
     fall: Annotated[
-        Literal["exponential", "linear"], Field(description="how the temperature goes down to the floor")
+        Literal["exponential", "linear"], Field(description="how the temperature falls to the floor")
     ] = "exponential",
     until: Until = 0.5,
     relative: Annotated[

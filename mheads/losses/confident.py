@@ -22,7 +22,10 @@ from mheads.problems.member_losses import mean_of_pixels
 def confident(
     k: K = 1,
     beta: Annotated[
-        float, Field(ge=0, description="how much members are pulled to equal probabilities elsewhere")
+        float,
+        Field(
+            ge=0, description="how strongly members are pulled to equal probabilities on examples that they do not win"
+        ),
     ] = 0.75,
 ) -> Loss:
     """Sum over i and m of w_mi * (a_mi * ce_mi + (1 - a_mi) * beta * KL(U || p_mi)).

@@ -17,7 +17,8 @@ from mheads.losses.winners import assign
 from mheads.problems import BaseLoss
 
 Until = Annotated[
-    float, Field(gt=0, le=1, description="the part of the iterations after which each example teaches one member alone")
+    float,
+    Field(gt=0, le=1, description="the fraction of the iterations after which each example teaches one member alone"),
 ]
 
 

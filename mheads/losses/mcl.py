@@ -24,7 +24,10 @@ K = Annotated[int, Field(ge=1, description="how many members learn from each exa
 def mcl(
     k: K = 1,
     ce_weight: Annotated[
-        float, Field(ge=0, description="weight of the losses of all members (cross-entropies, for classes) mixed in")
+        float,
+        Field(
+            ge=0, description="weight of the independent loss of all members (cross-entropy, for classes) that is added"
+        ),
     ] = 0.0,
     normalize: Normalize = "batch",
     base_loss: BaseLossSpec = None,

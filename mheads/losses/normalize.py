@@ -11,7 +11,10 @@ from mheads.common.errors import UserError
 
 Normalize = Annotated[
     Literal["batch", "wins"],
-    Field(description="what a member's sum is divided by: the size of the batch, or what it wins of it"),
+    Field(
+        description="what the sum of a member's losses is divided by: the size of the batch, or the number of "
+        "examples that it wins"
+    ),
 ]
 
 

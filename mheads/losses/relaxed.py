@@ -19,7 +19,12 @@ from mheads.problems import BaseLoss
 
 def relaxed(
     epsilon: Annotated[
-        float, Field(ge=0, le=1, description="the part of each example that the members besides the best one share")
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="the share of each example's weight that goes to the members other than the best one",
+        ),
     ] = 0.05,
     normalize: Normalize = "batch",
     base_loss: BaseLossSpec = None,

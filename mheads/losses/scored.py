@@ -20,7 +20,7 @@ from mheads.problems import BaseLoss
 
 def scored(
     k: K = 1,
-    score_weight: Annotated[float, Field(ge=0, description="weight of what the scores learn")] = 1.0,
+    score_weight: Annotated[float, Field(ge=0, description="weight of the loss of the scores")] = 1.0,
     normalize: Normalize = "batch",
     base_loss: BaseLossSpec = None,
 ) -> Loss:

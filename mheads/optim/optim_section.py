@@ -29,19 +29,21 @@ class OptimSection(Section):
     )
     lr: float = option(0.01, "the first learning rate", gt=0)
     weight_decay: float = option(0.0, "weight decay", ge=0)
-    regularization: Literal["l2", "l1"] = option("l2", "l1: weights decay by their sign instead of their size")
+    regularization: Literal["l2", "l1"] = option(
+        "l2", "the form of weight decay: l2 by the size of a weight, l1 by its sign"
+    )
     parameter_groups: dict[str, GroupOptions] = option(
         {}, "learning rates by layer: maps names, such as head or *.bias, to {lr: , weight_decay: , until: }"
     )
     shared_gradients: Literal["sum", "mean"] = option(
         "sum", "gradients of layers that members share: their sum over these members, or their mean"
     )
-    clip: float | None = option(None, "gradients of all weights together are cut to this norm", gt=0)
+    clip: float | None = option(None, "the gradient of all weights together is clipped to this norm", gt=0)
     batch_size: int = option(100, "examples per batch", ge=1, le=1_000_000)
     accumulate: int = option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = option(500, "steps", ge=1)
     schedule: Annotated[ScheduleOptions, BeforeValidator(expand_name)] = option(
-        ScheduleOptions(), "how the learning rate falls"
+        ScheduleOptions(), "how the learning rate changes"
     )
 
     @property

@@ -136,7 +136,7 @@ class ScheduleSection(Section):
     """The keys that every schedule has."""
 
     name: Annotated[str, one_of(SCHEDULES, "a schedule")] = option(
-        "constant", f"how the learning rate falls: {', '.join(SCHEDULES)}"
+        "constant", f"how the learning rate changes: {', '.join(SCHEDULES)}"
     )
     warmup: int = option(0, "rise linearly over the first n iterations", ge=0)
 

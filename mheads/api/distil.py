@@ -58,8 +58,9 @@ def distil(
     launch = detect()
     if launch is not None and launch.size > 1:
         raise UserError(
-            f"distil asks the run in one process, but {launch.launcher} started {launch.size}: start it alone, stop it "
-            f"after its first steps, and resume with mheads train {folder / 'config.yaml'} -f {folder}"
+            f"distil computes the answers of the run in one process, but {launch.launcher} started {launch.size}: "
+            "start distil in one process, stop it after its first steps, and resume on ranks with mheads train "
+            f"{folder / 'config.yaml'} -f {folder}"
         )
     net = build_net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
     teacher.load_weights(net, watch.warn, final=True)
@@ -112,8 +113,8 @@ def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> 
     keys = {key for override in overrides for key in configs.keys_of(override)}
     if "teacher.answers" in keys:
         raise UserError(
-            f"teacher.answers is what {teacher.path} answers: leave it out, or train with a file of yours, "
-            "mheads train RECIPE teacher.answers=FILE"
+            f"distil sets teacher.answers to the answers of {teacher.path}: leave it out, or train with a file of "
+            "your own, mheads train RECIPE teacher.answers=FILE"
         )
     arguments = ["model_args={}"] if "model" in keys else []  # they were those of the other network
     answers = f"teacher.answers={json.dumps(f'{folder.absolute()}.npz')}"
@@ -131,8 +132,8 @@ def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> 
         )
     if config.data.normalize == "init" and teacher.read_config().data.normalize == "init":
         raise UserError(
-            "data.normalize=init is as in the run that training starts from, and this starts from none: give "
-            "data.normalize=mean_image or another"
+            "data.normalize=init takes the normalisation of the run that training starts from, but distil starts from "
+            "new weights: give data.normalize=mean_image or another"
         )
     return config
 

@@ -248,8 +248,8 @@ def _trace(module: nn.Module, examples: Tensor) -> Any:
             return torch.export.export(module, (examples,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # of the user's network: it may do anything
         raise UserError(
-            f"torch.export cannot follow the network for any number of examples: {_first_line(error)}; control flow on "
-            "values, sizes that are written down as numbers, and len(x) where x.shape[0] is meant are what it cannot"
+            f"torch.export cannot trace the network for every batch size: {_first_line(error)}; avoid control flow "
+            "that depends on values, sizes written as numbers, and len(x) (use x.shape[0])"
         ) from error
 
 
@@ -287,7 +287,7 @@ def _answer_in_batches(answers: Answers, raw: Tensor, what: str) -> list[Tensor]
     try:
         outputs = [nested_values.leaves(answers(part)) for part in parts]
     except Exception as error:  # of what was loaded: it may raise anything
-        raise UserError(f"what was written cannot be run for any number of examples: {_first_line(error)}") from error
+        raise UserError(f"the exported file does not run for every batch size: {_first_line(error)}") from error
     dim = 1 if what in ("members", "hypotheses") else 0
     return [torch.cat(found, dim).detach() for found in zip(*outputs, strict=True)]
 
@@ -300,8 +300,8 @@ def _compare(answers: Sequence[Tensor], expected: Sequence[Tensor], path: Path, 
         differences.append(largest / max(scale, 1e-30))
         if not differences[-1] <= tolerance:  # NaN as well
             raise UserError(
-                f"what was written to {path} gives other answers than the run: they differ by {largest:.2g} where the "
-                f"largest is {scale:.2g}; nothing was kept. Does the network draw numbers, or keep something between "
+                f"{path} was not written: the outputs of the exported network differ from the run's by {largest:.2g}, "
+                f"where the largest output is {scale:.2g}. Does the network use random numbers, or keep state between "
                 "calls?"
             )
     return max(differences)

@@ -13,7 +13,7 @@ from mheads.cli.shared import FOLDER, Overrides, Quiet, Recipe, console
 def classical(
     recipe: Recipe,
     overrides: Overrides = None,
-    rounds: Annotated[int, typer.Option(min=1, help="At most so many rounds, of optim.iterations each.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="The largest number of rounds, each of optim.iterations.")] = 10,
     tolerance: Annotated[
         float, typer.Option(min=0, max=1, help="Stop when a smaller share of the examples changes its member.")
     ] = 0.001,

@@ -21,9 +21,7 @@ Boxes = Annotated[
 def train(
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="A recipe's name or the path of a YAML file.")] = "fast_rcnn",
-    start: Annotated[
-        Path | None, typer.Option("--from", help="The run of an ensemble that tells images apart.")
-    ] = None,
+    start: Annotated[Path | None, typer.Option("--from", help="The run of an image classifier to start from.")] = None,
     voc: Annotated[Path | None, typer.Option(help="The images with their objects: VOCdevkit/VOC2007, say.")] = None,
     proposals: Annotated[
         str | None, typer.Option(help="Regions from an .npz or .mat file, {part} in its name, not by selective search.")
@@ -47,7 +45,10 @@ def train(
 def evaluate(
     runs: Runs,
     against: Annotated[
-        list[Path] | None, typer.Option(help="Other runs: is the difference more than chance? Once for each.")
+        list[Path] | None,
+        typer.Option(
+            help="Test whether the difference from these runs is more than chance. May be given several times."
+        ),
     ] = None,
     boxes: Boxes = "regressed",
     measure: Annotated[

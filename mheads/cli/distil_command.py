@@ -14,7 +14,9 @@ def distil(
     run: RunPath,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="What is other than in the run: model=..., teacher.weight=0.5."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Config keys to change from the run's: model=..., teacher.weight=0.5."
+        ),
     ] = None,
     folder: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default RUN-distilled.")] = None,
     quiet: Quiet = False,

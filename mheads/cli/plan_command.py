@@ -15,8 +15,8 @@ def plan(
     overrides: Overrides = None,
     *,
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks there would be.")],
-    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank sends, and receives at the same time.")] = 1.25,
-    latency: Annotated[float, typer.Option(help="Microseconds that a message is under way.")] = 50,
+    bandwidth: Annotated[float, typer.Option(help="Bandwidth of each rank, in GB/s in each direction.")] = 1.25,
+    latency: Annotated[float, typer.Option(help="Latency of a message, in microseconds.")] = 50,
     workers: Annotated[int, typer.Option(min=1, help="Worker threads per rank.")] = 1,
     flops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a rank sustains; by default measured on this machine.")

@@ -26,8 +26,8 @@ def train(
     solver: Annotated[
         Path | None,
         typer.Option(
-            help="With a Caffe net: its solver (.prototxt), which may follow the net without this; a solver that names "
-            "its net will do alone."
+            help="The solver (.prototxt) of a Caffe net; it may also follow the net without --solver. A solver that "
+            "names its net needs no net."
         ),
     ] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,

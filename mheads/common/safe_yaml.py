@@ -56,8 +56,8 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     seal = document.pop(SEAL, None)
     if seal is not None and seal != _checksum(document):
         raise ValueError(
-            f"it was altered since it was written and has another {SEAL} than {short(seal)}, which you take out of it "
-            "if you changed it yourself"
+            f"it was changed after it was written: its {SEAL} is not {short(seal)}; if you changed it yourself, "
+            f"remove the key {SEAL} from it"
         )
     return document
 

@@ -175,13 +175,13 @@ class Config(Section):
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
         if self.optim.options.get("caffe_momentum") and self.optim.has_early_ends:
             raise ValueError(
-                "optim.caffe_momentum has one learning rate inside the momentum of all, and optim.parameter_groups has "
-                "groups with an end of their own (until): leave one of them out"
+                "optim.caffe_momentum puts one learning rate into the momentum of all weights, so "
+                "optim.parameter_groups cannot have groups that end early (until): leave one of them out"
             )
         if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
-                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use sgd "
-                "or adam"
+                f"optim.regularization = l1 is not for {self.optim.name}, whose weight decay is decoupled from the "
+                "gradients: use sgd or adam"
             )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(

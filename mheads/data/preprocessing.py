@@ -146,8 +146,8 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
         return Preprocess(scale=scale)
     if normalize == "init":  # which is measured on no examples
         raise UserError(
-            "data.normalize is 'init', as in the run that training starts from, and a config says which that is; give "
-            "none, mean_image or mean_std"
+            "data.normalize='init' is only for a config, which names the run to start from; give none, mean_image or "
+            "mean_std"
         )
     count = len(train) if limit is None else min(limit, len(train))
     rows = np.arange(count) * len(train) // count

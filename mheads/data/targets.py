@@ -60,9 +60,9 @@ def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
     """Warns that a single yes or no, given as 0.0 and 1.0, is learned as a number, since the user named no problem."""
     if getattr(problem, "num_values", 0) == 1 and len(targets) and _is_flags(targets):
         warn(
-            "the labels are only 0 and 1, as floats, and are taken as numbers, with squared errors: "
-            "data.problem=multilabel takes them as no and yes (problem='multilabel' in Python), "
-            "data.problem=regression says that numbers are meant"
+            "the labels are only 0 and 1, as floats, and are learned as numbers (regression): set "
+            "data.problem=multilabel to learn them as no and yes (problem='multilabel' in Python), or "
+            "data.problem=regression to silence this warning"
         )
 
 
@@ -73,9 +73,9 @@ def warn_of_shares(targets: np.ndarray, problem: Problem) -> None:
     sums = targets.sum(1, dtype=np.float64)
     if (targets >= 0).all() and bool((np.abs(sums - 1) <= SUM_TO_ONE).all()):
         warn(
-            "the targets are rows of numbers that add to 1, and are taken as numbers, with squared errors: "
-            "data.problem=soft_labels takes them as probabilities of classes, data.problem=regression says that "
-            "numbers are meant"
+            "the targets are rows of numbers that add to 1, and are learned as numbers (regression): set "
+            "data.problem=soft_labels to learn them as probabilities of classes, or data.problem=regression to "
+            "silence this warning"
         )
 
 
@@ -185,9 +185,8 @@ def _refuse_white_masks(targets: Arrays) -> None:
     train = targets.get("train")
     if train is not None and (train == 255).any() and np.isin(train, (0, 255, IGNORED)).all():
         raise UserError(
-            "train labels have no class but 0 beside 255, which is for pixels that do not count, so nothing could be "
-            "learned: if 255 is a class here, as in black and white masks, give y == 255, which makes the classes "
-            "0 and 1"
+            "train labels hold only 0 and 255, and pixels with 255 are ignored, so nothing could be learned: for "
+            "black and white masks give y == 255, which makes the classes 0 and 1"
         )
 
 

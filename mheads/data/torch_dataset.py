@@ -200,8 +200,8 @@ def check_repeatable(dataset: Any, seed: Any, key: int, example: np.ndarray, lab
     change with random transforms."""
     if not np.array_equal(_read_example(dataset, 0, seed, key, where), example, equal_nan=example.dtype.kind == "f"):
         raise UserError(
-            f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"
-            " follow the seed: let its transforms draw from these, or give list(dataset) to take the items as they are"
+            f"{where} item 0 differs each time it is read, and the seed has no effect on it: let its transforms draw "
+            "from the generators of torch, numpy or random, or give list(dataset) to fix the items"
         )
     for attempt in range(8 if isinstance(label, np.ndarray) else 0):
         seed(keyed.derive("moved", attempt))

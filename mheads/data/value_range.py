@@ -33,7 +33,7 @@ class ValueRange:
             raise UserError(f"{comparison}; give {'tokens, as int64' if self.kind == 'tokens' else 'uint8 or float32'}")
         if self.kind == "tokens":
             if high > self.high:
-                raise UserError(f"{comparison}; nothing was learned of those above, so give others in their place")
+                raise UserError(f"{comparison}; the network never saw tokens above that range, so replace them")
             return
         if other.kind == "float" and self.kind == "uint8":
             if low < 0 or high > 255:

@@ -42,9 +42,9 @@ def check_promises(loss: Loss, outputs: Value, targets: Value, members: int, wei
         ) from error
     if not all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(totals, again, strict=True)):
         raise UserError(
-            f"loss {loss.name!r} gives {sum(totals):.6g} for some outputs and {sum(again):.6g} for the same again: it "
-            "draws random numbers, or keeps something from call to call, which a resumed run would not have. What "
-            "changes over training is a function of the iteration: Loss(..., schedule=...)"
+            f"loss {loss.name!r} gives {sum(totals):.6g} and then {sum(again):.6g} for the same outputs: it draws "
+            "random numbers, or keeps state between calls, which a resumed run would lose. For a loss that changes "
+            "over training use Loss(..., schedule=...)"
         )
     if not (loss.whole_batch or loss.base_loss_of_whole_batch):
         _check_cutting(loss, same, targets, ties, parts, gradients)
@@ -124,8 +124,8 @@ def _check_sample_weights(loss: Loss, without: list[Tensor], once: list[Tensor],
     """Of gradients without sample weights, with some, and with twice these."""
     if any(g.any() for g in once) and all(_close(b, 4 * a) for a, b in zip(once, twice, strict=True)):
         raise UserError(
-            f"loss {loss.name!r} counts the sample weights twice: losses [M, B] that a function returns are multiplied "
-            "by them, so that it must not do that itself; what makes its own total returns a LossValue"
+            f"loss {loss.name!r} counts the sample weights twice, since mheads multiplies the losses [M, B] that it "
+            "returns by them: return losses without sample weights, or a LossValue with your own total"
         )
     if all(map(_close, once, without)):
         raise UserError(

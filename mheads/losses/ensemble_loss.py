@@ -149,9 +149,8 @@ class Loss:
         name = spec["name"] if isinstance(spec, dict) else spec
         if name is not None and name not in problem.base_losses:
             raise UserError(
-                f"loss.base_loss = {name} does not go with {problem.name}: there it is "
-                f"{' or '.join(problem.base_losses)}, or a function of your own. Are the targets something else? "
-                "data.problem says what"
+                f"loss.base_loss = {name} does not go with {problem.name}: use {' or '.join(problem.base_losses)}, or "
+                "a function of your own. If the targets are of another kind, set data.problem"
             )
         return self
 
@@ -161,9 +160,12 @@ class Loss:
         if self.schedule is None:
             return self
         if iterations < 1:
-            raise UserError(f"{self.name} changes over the iterations of training, and these are {iterations}")
+            raise UserError(f"{self.name} changes over training: at() needs 1 iteration or more, not {iterations}")
         if self.in_units_of is not None:
-            raise UserError(f"{self.name} is relative to the loss at the start: give that, loss.in_units_of(number)")
+            raise UserError(
+                f"{self.name} with relative=True needs the loss at the start of training: use "
+                "loss.in_units_of(number).at(...)"
+            )
         now = self.schedule(iteration, iterations, members)
         base_loss = self.base_loss if now.base_loss is None else now.base_loss
         names = ("whole_batch", "each_batch", "masks", "score_weight")

@@ -131,11 +131,13 @@ def disagreement(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """How often two members answer differently."""
     records = [run.record for run in runs if run.record.config.members > 1]
     if not records:
-        raise UserError(f"{runs[0].record.folder.path} has one member, which cannot differ: give a run of several")
+        raise UserError(
+            f"{runs[0].record.folder.path} has one member, and disagreement needs two: give a run of several members"
+        )
     for record in records:
         if "disagreement_pairs" not in record.require_result():
             raise UserError(
-                f"{record.folder.path} is {record.data.problem.name}: its members give no class to differ in"
+                f"disagreement is only for classification, but {record.folder.path} is {record.data.problem.name}"
             )
     return [
         outcomes.map_disagreement(

@@ -69,7 +69,7 @@ def precisions(
         raise UserError(f"{doubles[0]} is given twice: give each run once")
     classes = {RunFolder(path).read_data().problem.classes for path in runs}  # type: ignore[attr-defined]
     if len(classes) > 1:
-        raise UserError("the runs were trained on other classes than each other: compare those of the same classes")
+        raise UserError("the runs have different classes: compare runs with the same classes")
     names, by_class = classes.pop(), [result["classes"][boxes][measure] for result in results]
     values = {who: [each[who] for each in by_class] for who in ("ensemble_mean", "oracle")}
     values["single"] = [np.array(each["members"], float).mean(0) for each in by_class]

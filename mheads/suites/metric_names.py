@@ -49,7 +49,10 @@ def check_shown(metrics: Mapping[str, str], where: str) -> None:
     """Raises an error for members in the place of a number, or a number in theirs."""
     for column, metric in metrics.items():
         if column != metric and "members" in (column, metric):
-            raise ValueError(f"{where}: {column}: {metric}: members are several numbers, and stand for themselves")
+            raise ValueError(
+                f"{where}: {column}: {metric}: the metric members is a list of numbers, so its column is called "
+                "members too; give other columns a metric that is one number"
+            )
 
 
 def is_number(value: Any) -> bool:

@@ -156,8 +156,8 @@ def build_loss(config: Config) -> Loss:
     loss, base_loss = _make_loss(config), config.loss.base_loss
     if base_loss is not None and not loss.takes_base_loss:
         raise UserError(
-            f"loss.base_loss = {safe_yaml.short(base_loss)}: {loss.name} has a loss of its own for each "
-            "example; leave loss.base_loss out"
+            f"loss.base_loss = {safe_yaml.short(base_loss)}: {loss.name} has a fixed base loss; leave loss.base_loss "
+            "out"
         )
     loss = loss if base_loss is None else replace(loss, base_loss=base_loss)
     loss = loss.with_scores(config.loss.scores) if config.loss.scores else loss
@@ -175,7 +175,7 @@ def adapt_loss(loss: Loss, data: Data, config: Config, outputs: Value = None) ->
         return _at_its_start(loss, data, outputs)
     if not loss.takes_base_loss:
         raise UserError(
-            f"teacher: {loss.name} has a loss of its own for each example, which takes no answers of a teacher; use "
+            f"teacher: {loss.name} has a fixed base loss, which cannot learn the answers of a teacher; use "
             "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
         )
     assert loss.base_loss_function is not None  # that of the problem, if no other
@@ -197,8 +197,8 @@ def _at_its_start(loss: Loss, data: Data, outputs: Value) -> Loss:
     start = base_loss(member_scores.answer_of(zeros), targets).double().mean().item()
     if not 0 < start < math.inf:
         raise UserError(
-            f"loss.relative: outputs of 0 have the loss {start:g} on these data, which is no unit of a temperature; "
-            "leave loss.relative out",
+            f"loss.relative: outputs of 0 have the loss {start:g} on these data, and temperatures cannot be multiples "
+            "of that; leave loss.relative out",
             key="loss.relative",
         )
     scaled = loss.in_units_of(float(f"{start:.6g}"))  # of which other CPUs have the same digits
@@ -254,7 +254,10 @@ def load_data(config: Config, only: str | None = None) -> Data:
         return load_section(config.data, only)
     source = RunFolder(Path(config.init))
     if config.init in ("random", "same") or not source.exists():
-        raise UserError(f"data.normalize=init is for a start from a run, and init is {config.init}: give its folder")
+        raise UserError(
+            f"data.normalize=init takes the normalisation of the source run, but init is {config.init}: give "
+            "init=RUN, the folder of a run"
+        )
     data = load_section(config.data.model_copy(update={"normalize": "none"}), only)
     facts = source.read_data()
     same = facts.shape == tuple(data.train.shape)

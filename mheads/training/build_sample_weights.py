@@ -47,7 +47,10 @@ def build_sample_weights(
     elif "path" in options:
         array = datasets.read_sample_weights(options["path"])
     elif sampling.name == "array" and array is None:
-        raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
+        raise UserError(
+            "sampling = array is only for fit in Python, which takes the array itself: give sampling.name=file and "
+            "sampling.path"
+        )
     array = datasets.select_training_rows(array, data.rows, members, data.num_given)
     labels = data.problem.group(torch.as_tensor(data.train.targets)).numpy()
     request = Request(config.seed, members, labels, len(classes), groups, array, where)

@@ -127,14 +127,15 @@ def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs
     answer, known = answer_of(outputs), loss.name in LOSSES and not loss.uses_own_code
     if answer is not outputs and known and loss.name not in WITH_SCORES and not loss.score_weight:
         warn(
-            f"{net.network_name} gives scores, and loss {loss.name} does not teach them, so that the members' "
-            "probabilities say nothing; give loss.scores=1 (in Python, the loss .with_scores()), or leave scores out"
+            f"{net.network_name} gives scores, but loss {loss.name} does not train them, so the members' "
+            "probabilities have no meaning; give loss.scores=1 (in Python, the loss .with_scores()), or leave scores "
+            "out"
         )
     values = len(nested_values.leaves(answer))
     if values > 1 and known and not finds_objects(problem) and not loss.learns_variances:
         warn(
-            f"{net.network_name} gives {values} values: the first is the answer, and loss {loss.name} teaches nothing "
-            "to layers that the others alone need; give a loss or base_loss of your own that uses them"
+            f"{net.network_name} gives {values} values, but loss {loss.name} uses only the first, the answer: layers "
+            "that only the other values need do not learn. Give a loss or base_loss of your own that uses all values"
         )
 
 

@@ -164,7 +164,9 @@ def _add_teacher(config: Config, data: Data, answers: Any) -> tuple[Data, dict[s
     if isinstance(path, Path):
         answers, where = datasets.read_answers(path), str(path)
     elif answers is None:
-        raise UserError("teacher.answers = array is for fit, which is given one: give teacher.answers=FILE")
+        raise UserError(
+            "teacher.answers = array is only for fit in Python, which takes the array itself: give teacher.answers=FILE"
+        )
     answers = datasets.check_answers(answers, data, where)
     digest = fingerprint.weights({"": torch.from_numpy(answers)})
     taught = TaughtSplit(data.train, answers)  # type: ignore[arg-type]  # it is a source

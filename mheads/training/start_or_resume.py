@@ -61,8 +61,8 @@ def open_folder(
     if checkpoint is None:
         if experiment.start not in (None, fingerprint.weights(experiment.net.state_dict())):
             raise UserError(
-                f"{folder.path} has no checkpoint to resume from, and this net is not what training started from: "
-                "build it anew"
+                f"{folder.path} has no checkpoint to resume from, and the weights of this net are not those that "
+                "training started from: build a new TreeNet"
             )
         return opened, {}
     state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}

@@ -57,8 +57,8 @@ def take_weights(net: TreeNet, tree: Tree, weights: Mapping[str, Tensor], member
             if source.shape != tensor.shape or not torch.equal(source.to(tensor), tensor):
                 # A copy would be lost with the next file.
                 raise UserError(
-                    f"cannot start from those weights: the buffer {key} is another one in each network that is "
-                    "drawn, and no file of weights holds it; register it with persistent=True"
+                    f"cannot start from those weights: the buffer {key} differs in each new network, and no file of "
+                    "weights holds it; register it with persistent=True"
                 )
 
 
@@ -73,8 +73,8 @@ def check_sharing(net: TreeNet, owner: Mapping[tuple[int, str], str], members: M
             if len({owner.get((m, layer)) for m in sources}) > 1:
                 raise UserError(
                     f"cannot start from those weights: members {', '.join(map(str, node.members))} share {layer} "
-                    "here, but each has its own there, trained together with its own later layers. What fits is "
-                    "the same tree, one that splits earlier, or the weights of one member, which serve all"
+                    "here, but each has its own there, trained together with its own later layers. Give weights of "
+                    "the same tree, of one that splits earlier, or of one member for all"
                 )
 
 

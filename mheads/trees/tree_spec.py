@@ -161,8 +161,8 @@ class _Parser:
             )
         if not self.layers[self.places[name]].splittable:
             raise UserError(
-                f"split {name!r} has no parameters, so sharing up to it means nothing of its own; "
-                f"{network} can be split at {', '.join(splittable[:-1]) or 'no layer'}"
+                f"split {name!r} has no parameters to share by itself; {network} can be split at "
+                f"{', '.join(splittable[:-1]) or 'no layer'}"
             )
         if self.places[name] < start:
             above = next(n for n in reversed(self.names[:start]) if n in splittable)

@@ -684,7 +684,10 @@ def test_mistakes_that_leave_nothing_to_do_stop(broken, tmp_path):
     refused(r"give selective_search, an \.npz file", **{"data.regions.proposals": "regions.txt"})
     refused("cannot be read", **{"data.regions.proposals": tmp_path / "none.npz"})
     refused("mean_image is for images of one size", **{"data.normalize": "mean_image"})
-    refused("data.normalize=init is for a start from a run", **{"data.normalize": "init"})
+    refused(
+        "data.normalize=init takes the normalisation of the source run, but init is random",
+        **{"data.normalize": "init"},
+    )
     refused(r"none\{x\}\.npz cannot be read", **{"data.regions.proposals": tmp_path / "none{x}.npz"})
     refused("cannot be read: .*No such file", **{"data.regions.proposals": tmp_path / "none.mat"})
     (tmp_path / "half.npz").write_bytes((broken / "proposals.npz").read_bytes()[:500])
@@ -717,7 +720,7 @@ def test_commands_refuse_runs_that_do_not_detect(tmp_path, mheads):
     [
         (("predict", "x.png", "--trust"), "mheads detect show draws"),
         (("export", "-o", "x.pt2", "--trust"), "a RegionPool takes side inputs"),
-        (("saliency", "--trust"), "is detection: saliency is about the scores of classes"),
+        (("saliency", "--trust"), "saliency is only for classification, but"),
     ],
 )
 def test_commands_for_whole_images_say_what_there_is_instead(run, mheads, tmp_path, monkeypatch, command, words):

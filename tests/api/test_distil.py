@@ -167,7 +167,7 @@ def test_answers_to_all_examples_are_cut_to_those_that_are_learned_from(digits):
         ({"weight": 0.5}, None, "has no answers"),
         ({"answers": np.ones((300, 10)) / 10, "weight": 0}, None, "greater than 0"),
         ({"answers": np.ones((300, 10)) / 10, "heat": 2}, None, "heat"),
-        (np.ones((300, 10)) / 10, prob_averaged(), "prob_averaged has a loss of its own"),
+        (np.ones((300, 10)) / 10, prob_averaged(), "prob_averaged has a fixed base loss"),
     ],
 )
 def test_what_is_no_teacher_is_refused(teacher, loss, said, digits):
@@ -302,7 +302,7 @@ def test_what_cannot_be_distilled_is_refused_and_nothing_is_written(ensemble, sm
     there = tmp_path / "new"
     refused(mheads("distil", tmp_path / "nothing"), "nothing")
     refused(mheads("distil", ensemble, "teacher.answers=x.npz", "-f", there), "leave it out")
-    refused(mheads("distil", ensemble, "loss=prob_averaged", "-f", there), "prob_averaged has a loss of its own")
+    refused(mheads("distil", ensemble, "loss=prob_averaged", "-f", there), "prob_averaged has a fixed base loss")
     refused(mheads("distil", ensemble, "data.name=diabetes", "-f", there), "regression")
     refused(mheads("distil", ensemble, "loss.k=2", "-f", there), "loss.k is an option of mcl")
     done = mheads("distil", ensemble, "optim.lr=-3", "-f", there)
@@ -315,7 +315,7 @@ def test_what_cannot_be_distilled_is_refused_and_nothing_is_written(ensemble, sm
     assert "--force" not in done.err  # which distil does not have
     refused(mheads("distil", ensemble, "-f", ensemble), "holds a run that has no", "--folder")
     refused(mheads("train", "digits", "teacher.answers=x.npz", *TINY, "-f", there), "x.npz does not exist")
-    refused(mheads("train", "digits", "teacher.answers=array", *TINY, "-f", there), "is for fit")
+    refused(mheads("train", "digits", "teacher.answers=array", *TINY, "-f", there), "is only for fit in Python")
     refused(mheads("train", "digits", "teacher.weight=2", *TINY, "-f", there), "teacher.weight = 2")
     assert not there.exists() and not (tmp_path / "new.npz").exists()  # nor was anybody asked
     assert not ensemble.with_name("four.npz").exists()

@@ -66,7 +66,7 @@ class SetUp(Counting):
     ("loss", "words"),
     [
         (WithParameters(), "has parameters of its own, which nothing would train"),
-        (Counting(), "for the same again.*keeps something from call to call.*function of the iteration"),
+        (Counting(), "for the same outputs: .*keeps state between calls.*changes over training use Loss"),
         (lambda o, y: mheads.losses.cross_entropies(o, y) * torch.rand(()), "it draws random numbers"),
         (Counting, "loss 'Counting' is a class: call it"),
     ],

@@ -99,7 +99,7 @@ class ByNumber(nn.Module):
 
 @pytest.mark.parametrize("layer", [ByPlace, ByNumber])
 def test_a_layer_that_looks_at_places_or_numbers_of_rows_is_refused(layer):
-    with pytest.raises(UserError, match=r"layer '1' of .* stands elsewhere in the batch, or in a batch of"):
+    with pytest.raises(UserError, match=r"layer '1' of .* at another place in the batch, or in a batch of"):
         mheads.fit(mheads.TreeNet(after(layer), members=2), iterations=2, **DATA)
 
 

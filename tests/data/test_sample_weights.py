@@ -92,7 +92,7 @@ def test_a_run_does_not_go_on_with_other_sample_weights(tmp_path, sample_weights
         (["sampling.name=file"], ["sampling.name = file needs sampling.path, an .npz"]),
         (["sampling.path=mine.npz"], ["sampling.path is for sampling.name=file, but it is full"]),
         (["sampling.name=file", "sampling.path=none.npz"], ["none.npz does not exist"]),
-        (["sampling.name=array"], ["sampling = array is for fit"]),
+        (["sampling.name=array"], ["sampling = array is only for fit in Python"]),
         (["sampling.name=clustered"], ["needs sampling.generalist, the folder of a finished run"]),
         (["sampling.name=clustered", "sampling.generalist=none"], ["none is not a run folder"]),
         (["sampling.name=bagging", "sampling.generalist=none"], ["sampling.generalist is for sampling.name=clustered"]),

@@ -134,7 +134,7 @@ def test_a_schedule_may_say_the_loss_of_one_member():
 
 
 def test_a_schedule_needs_iterations():
-    with pytest.raises(UserError, match="evolving changes over the iterations of training, and these are 0"):
+    with pytest.raises(UserError, match=r"evolving changes over training: at\(\) needs 1 iteration or more, not 0"):
         losses.evolving().at(0, 0, 3)
 
 

@@ -148,7 +148,7 @@ class Own(nn.Module):
 NUMBERS = (torch.randn(60, 3, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 4)
 
 
-@pytest.mark.filterwarnings("ignore:.* gives scores, and loss")
+@pytest.mark.filterwarnings("ignore:.* gives scores, but loss")
 @pytest.mark.parametrize("factory", [Nested, Own])
 @pytest.mark.parametrize("loss", [losses.scored(), losses.mcl(k=1), losses.independent()])
 def test_networks_of_a_users_own_train_with_a_score_by_any_loss(factory, loss):

@@ -246,8 +246,8 @@ def test_what_no_loss_teaches_is_said(recwarn):
         return nn.functional.cross_entropy(outputs[0].transpose(1, 2), targets.expand(2, -1), reduction="none")
 
     both = lambda: HeadFirst(both=True)  # noqa: E731
-    assert "gives 2 values: the first is the answer, and loss mcl teaches nothing" in warnings_of(both, losses.mcl())
+    assert "gives 2 values, but loss mcl uses only the first, the answer" in warnings_of(both, losses.mcl())
     assert "gives 2 values" not in warnings_of(both, losses.mcl(base_loss=own))
-    assert "gives scores, and loss mcl does not teach them" in warnings_of(with_scores(HeadFirst), losses.mcl())
+    assert "gives scores, but loss mcl does not train them" in warnings_of(with_scores(HeadFirst), losses.mcl())
     assert "gives scores" not in warnings_of(with_scores(HeadFirst), losses.mcl().with_scores())
     assert "gives scores" not in warnings_of(with_scores(HeadFirst), losses.scored())

@@ -147,7 +147,7 @@ def test_integers_for_a_network_of_numbers_are_refused_with_the_remedy():
     [
         (X / 2, "floats from 0 to 9.5, but training saw tokens from 0 to 19; give tokens, as int64"),
         (X.astype(np.uint8), "uint8 from 0 to 19, but training saw tokens"),
-        (X + 1, "tokens from 1 to 20, but .*nothing was learned of those above, so give others"),
+        (X + 1, "tokens from 1 to 20, but .*never saw tokens above that range, so replace them"),
         (X - 1, "holds the token -1"),
         (X[:, :5], r"shape \[5\], but the run was trained on \[12\]"),
     ],

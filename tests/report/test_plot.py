@@ -103,7 +103,7 @@ def test_without_a_file_the_picture_is_in_the_folder_of_the_first_run(mheads, ru
         (("wins", "single", "-o", "nowhere/plot.png"), "cannot write nowhere/plot.png: there is no folder nowhere"),
         (("wins", "single", "-o", "folder.png"), "cannot write folder.png: it is a folder; give a file in it"),
         (("wins", "all"), "is not a run folder: it has no config.yaml; it holds 4 runs, such as"),
-        (("disagreement", "single"), "has one member, which cannot differ"),
+        (("disagreement", "single"), "has one member, and disagreement needs two"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(mheads, runs, tmp_path, monkeypatch, arguments, message):
@@ -420,4 +420,4 @@ def test_the_hypotheses_of_a_run_are_what_its_members_answer(mheads, tmp_path):
 
 def test_a_run_of_classes_has_no_hypotheses_to_draw(mheads, runs):
     done = mheads("plot", "hypotheses", runs["mcl_k1"])
-    assert done.code == 2 and "is classification: this shows answers that are numbers" in done.err
+    assert done.code == 2 and "this figure is only for regression, but" in done.err

@@ -429,7 +429,7 @@ def test_runs_without_images_or_classes_or_data_are_refused(mheads, runs, tmp_pa
     )
     assert "Plain gradients" in found.figure().get_supxlabel()
     two = package.fit(package.TreeNet(image, members=1), train=(pictures, y), classes=list("abcdefghij"), iterations=1)
-    with pytest.raises(package.UserError, match="have other classes"):
+    with pytest.raises(package.UserError, match="have different classes"):
         explain(runs["mcl"], beside=two)
 
 

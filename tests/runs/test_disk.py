@@ -268,7 +268,9 @@ def test_results_that_somebody_changed_are_read_without_their_checksum(made):
     document = json.loads(made.read_text())
     document["about"] = "mine"
     made.write_text(json.dumps(document))
-    with pytest.raises(UserError, match=r"was altered since it was written .* checksum .* if you changed it yourself"):
+    with pytest.raises(
+        UserError, match=r"was changed after it was written: its checksum .* if you changed it yourself, remove"
+    ):
         results.load(made)
     del document["checksum"]
     made.write_text(json.dumps(document))

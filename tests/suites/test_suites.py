@@ -519,8 +519,14 @@ GOOD = "rows:\n  - {name: a}\n"
         (f"{GOOD}paper: {{digits: {{a: {{oracle: high}}}}}}", ["paper.digits.a.oracle", "'high'"]),
         (f"{GOOD}paper: {{digits: {{a: {{oracle: .nan}}}}}}", ["paper.digits.a.oracle", "nan"]),
         (f"{GOOD}paper: {{digits: {{a: {{orcale: 1}}}}}}", ["paper.digits.a names 'orcale'", "did you mean oracle?"]),
-        ("rows:\n  - {name: a, metrics: {members: oracle}}", ["row 'a': metrics: members: oracle", "several numbers"]),
-        ("rows:\n  - {name: a, metrics: {oracle: members}}", ["row 'a': metrics: oracle: members", "several numbers"]),
+        (
+            "rows:\n  - {name: a, metrics: {members: oracle}}",
+            ["row 'a': metrics: members: oracle", "is a list of numbers"],
+        ),
+        (
+            "rows:\n  - {name: a, metrics: {oracle: members}}",
+            ["row 'a': metrics: oracle: members", "is a list of numbers"],
+        ),
         (f"{GOOD}metrics: [learning_wins]", ["metrics names 'learning_wins'", "learning_entropy"]),
         (f"{GOOD}metrics: [single, orcale]", ["metrics names 'orcale'", "did you mean oracle?"]),
     ],

@@ -598,7 +598,7 @@ def test_members_part_where_examples_come_first():
 
     x = torch.randn(2, 5, 4)
     assert TreeNet(factory, members=2, split="b").probe(x).shape == (2, 5, 3)
-    with pytest.raises(UserError, match=r"part after layer 'turn'.*\(5, 2, 4\).*examples must come first"):
+    with pytest.raises(UserError, match=r"split after layer 'turn'.*\(5, 2, 4\).*batch must be the first dimension"):
         TreeNet(factory, members=2, split="a").probe(x)
 
 

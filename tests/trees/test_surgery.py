@@ -68,7 +68,7 @@ def test_a_drawn_buffer_that_no_file_holds_is_not_lost_without_a_word():
     net = TreeNet(lambda: Projected(torch.randn), members=3)
     other = TreeNet(lambda: Projected(torch.randn), members=3, seed=1)
     for made in (lambda: net.keep([2]), lambda: net.with_members(1), lambda: other.copy_weights(net)):
-        with pytest.raises(UserError, match=r"buffer projection is another one in each .* persistent=True"):
+        with pytest.raises(UserError, match=r"buffer projection differs in each .* persistent=True"):
             made()
     assert torch.equal(outputs(net.keep([0])), outputs(net)[:1])  # drawn by the same seed
 

@@ -90,8 +90,9 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
                 failures.append(str(failure))
         else:
             raise UserError(
-                f"{name} cannot be fetched: {'; '.join(failures)}. Try again where the network reaches, or"
-                f" unpack {remote.url} from elsewhere so that {target} holds {', '.join(remote.layout.files)}"
+                f"{name} cannot be fetched: {'; '.join(failures)}. Try again with a network connection, or download "
+                f"{remote.url} on another machine and unpack it so that {target} holds "
+                f"{', '.join(remote.layout.files)}"
             )
         progress(f"verifying {name}", 0, 0)
         _verify(remote, folder, origin)
@@ -112,7 +113,7 @@ def _fetch_archive(remote: Remote, folder: Path, progress: Progress) -> str:
         except requests.RequestException as error:  # any other OSError is one of the disk
             raise UnavailableError(f"{remote.url} is out of reach ({error})") from error
         except ValueError as error:
-            raise UnavailableError(f"{remote.url} gave something else ({error})") from error
+            raise UnavailableError(f"{remote.url} is not the expected file ({error})") from error
         with tarfile.open(archive) as tar:
             _unpack(tar, {*remote.layout.files, str(remote.layout.class_file)}, folder)
     return remote.url

@@ -66,4 +66,7 @@ def read_lines(path: Path) -> list[str]:
 
 def check_test_path(path: Path, test_path: Path | None, need_test: bool, kind: str) -> None:
     if need_test and test_path is None:
-        raise UserError(f"{path} is to train on: give data.test_path, {kind} to test on, or data.validation=n")
+        raise UserError(
+            f"{path} holds the training examples, and there is no test set: give data.test_path, {kind} of test "
+            "examples, or data.validation=n"
+        )

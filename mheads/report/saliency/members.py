@@ -311,7 +311,7 @@ def check_runs(run: Run, beside: Run | None, layer: str | None) -> None:
     for each in (run,) if beside is None else (run, beside):
         data = each.data
         if not is_single_label(data.problem):
-            raise UserError(f"{each.folder} is {data.problem.name}: saliency is about the scores of classes")
+            raise UserError(f"saliency is only for classification, but {each.folder} is {data.problem.name}")
         if len(data.shape) != 3:
             raise UserError(f"{each.folder} was trained on examples of shape {data.shape}, not on images")
         if data.shape != run.data.shape:
@@ -320,6 +320,8 @@ def check_runs(run: Run, beside: Run | None, layer: str | None) -> None:
                 "give a run on the same images beside it"
             )
         if data.problem.groups != run.data.problem.groups:
-            raise UserError(f"{each.folder} and {run.folder} have other classes: give a run of the same beside it")
+            raise UserError(
+                f"{each.folder} and {run.folder} have different classes: the run beside needs the same classes"
+            )
         if layer is not None:
             find_layer(each.net.member(0), layer)

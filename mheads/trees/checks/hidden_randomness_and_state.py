@@ -47,9 +47,9 @@ def check_layers(network: str, layers: Layers, x: Value, side: Side, splits: Col
         output = _run_and_check(network, layers, x, side, splits)[-1]
     if remembering is not None:
         raise UserError(
-            f"layer {remembering!r} of {network} gives something else when another batch runs in between: it keeps "
-            "something from call to call, or another layer leaves it there, and threads would mix that up; hand it on "
-            "in what layers give (a tuple or dict)"
+            f"layer {remembering!r} of {network} gives other outputs if another batch runs in between: it reads state "
+            "that it or another layer stored in an earlier call, and threads would mix up such state; pass it on as "
+            "an output of layers (a tuple or dict)"
         )
     return output
 
@@ -96,9 +96,10 @@ def _run_and_check(network: str, layers: Layers, x: Value, side: Side, splits: C
         sided = sided or any(hasattr(module, "takes") for module in layer.modules())  # then rows may differ from those
         if name in splits and not sided and not all(trial_run.is_rowwise(t, rows) for t in nested_values.leaves(y)):
             raise UserError(
-                f"the members of {network} part after layer {name!r}, but what it gives for {rows} examples is of "
-                f"shape {[tuple(t.shape) for t in nested_values.leaves(y)]}: examples must come first there, since "
-                "members may learn from some only; split elsewhere, or let it give the batch first"
+                f"{network} is split after layer {name!r}, but its output for {rows} examples has the shape "
+                f"{[tuple(t.shape) for t in nested_values.leaves(y)]}: at a split the batch must be the first "
+                "dimension, since a member may learn from some examples only; split elsewhere, or let the layer give "
+                "the batch first"
             )
         outputs.append(y)
     return outputs[1:]

@@ -55,15 +55,15 @@ def check_examples(network: str, chain: Chain, module: nn.Module, x: Value, spli
     ]
     if (mixing := _find_dependent(layers, x, others, training=True)) is not None:
         raise UserError(
-            f"layer {mixing!r} of {network} mixes examples: what it gives for one depends on the others in the batch, "
-            "so cutting the batch would change results without a word. Set batch_statistics = True on that module to "
-            "have it see whole batches, or let it treat each example by itself (is the batch its first dimension?)"
+            f"layer {mixing!r} of {network} mixes examples: its output for one example depends on the others in the "
+            "batch, so cutting the batch would silently change results. Set batch_statistics = True on that module, "
+            "so that it gets whole batches, or let it treat each example by itself (is the batch its first dimension?)"
         )
     if (placing := _find_dependent(parts, x, places, training=False)) is not None:
         raise UserError(
-            f"layer {placing!r} of {network} gives something else for an example that stands elsewhere in the batch, "
-            "or in a batch of another size, and batches are cut and mixed: let it treat each example by itself (is the "
-            "batch its first dimension? Positions in a sequence are another one then)"
+            f"layer {placing!r} of {network} gives another output for the same example at another place in the batch, "
+            "or in a batch of another size, but batches are cut and shuffled: let it treat each example by itself (is "
+            "the batch its first dimension, and not the positions of a sequence?)"
         )
 
 

@@ -85,7 +85,7 @@ class EngineSection(Section):
     stack: Literal["never", "auto", "always"] = option("auto", "run sibling stages as one; auto: where they are small")
     stack_batch_norm: Literal["never", "auto"] = option("auto", "whether engine.stack=auto takes stages with BatchNorm")
     cores: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = option(
-        "auto", "cores that the cut of a batch and the threads of a stage are made for; decides the last bits"
+        "auto", "the number of cores for which a batch is cut and a stage gets threads; decides the last bits"
     )
 
 
@@ -165,8 +165,13 @@ class Config(Section):
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     eval: EvalOptions = option(EvalOptions(), "how examples are answered")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
-    device: str = option("auto", "cpu, or an accelerator that torch sees: cuda, cuda:N, xpu; auto: that, else cpu")
-    precision: Literal["float32", "bf16"] = option("float32", "of stages; weights, losses and sums stay in float32")
+    device: str = option(
+        "auto",
+        "cpu, or an accelerator that torch sees: cuda, cuda:N, xpu; auto: an accelerator if there is one, else cpu",
+    )
+    precision: Literal["float32", "bf16"] = option(
+        "float32", "the precision in which stages compute; weights, losses and sums stay in float32"
+    )
     seed: int = option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")

@@ -38,7 +38,8 @@ class TreeNet(nn.Module):
 
     `network_factory` makes one network: any module whose forward is a row of its children or can be followed
     (`splitting/`). A module that is built already is taken as the start of every member: its weights are copied.
-    `split` is the name of the last shared layer or a tree, `tree` a tree; neither means independent members.
+    `members` is 1 if it is not given. `split` is the name of the last shared layer or a tree, `tree` a tree; neither
+    means independent members.
     Weights follow from `seed`: a stage takes those of the network drawn for its first member, and `init="same"`
     draws one network for all. `only` names the stages to build, if others are in other processes.
     """

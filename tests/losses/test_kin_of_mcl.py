@@ -218,7 +218,7 @@ def test_options_that_mean_nothing_are_refused(make, message):
 def test_fit_follows_the_schedule_after_pretraining_and_does_not_resume_another(tmp_path):
     x = torch.randn(60, 3)
     y = x[:, :2].abs()
-    options = {"train": (x, y), "pretrain": 4, "log": {"every": 1}, "batch_size": 20, "run": tmp_path / "run"}
+    options = {"train": (x, y), "pretrain": 4, "log": {"every": 1}, "batch_size": 20, "folder": tmp_path / "run"}
 
     def net():
         return TreeNet(layers, members=3)

@@ -15,7 +15,7 @@ from PIL import Image
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.data.augmentation import PADDINGS, Mirror, augment, draw_places
-from mheads.data.data_section import DataOptions
+from mheads.data.data_section import DataOptions, as_default
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.data.targets import WAYS, as_float32
@@ -106,7 +106,9 @@ def with_augmentation(split: Any, options: DataOptions) -> Any:
     elif split.targets.ndim == 3:
         reason = "would move the images and not the classes of their pixels"
     if (pad or mirror) and reason:
-        raise UserError(f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; leave both out")
+        raise UserError(
+            f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; give {as_default('pad', 'mirror')}"
+        )
     if padding == "reflect" and len(split.shape) == 3 and pad >= min(split.shape[1:]):
         raise UserError(
             f"{where}: data.pad is {pad}, but images of {split.shape[1]} x {split.shape[2]} pixels can be reflected "

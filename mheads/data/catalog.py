@@ -25,7 +25,7 @@ from mheads.data.readers.hdf5 import hdf5_shape, read_hdf5
 from mheads.data.readers.image_files import read_sized
 from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.readers.image_list import read_list
-from mheads.data.readers.npz import npz_shape, read_npz
+from mheads.data.readers.npz import FROM_TABLE, TABLES, npz_shape, read_npz
 from mheads.data.readers.several_answers import (
     SIDE,
     read_ambiguous_masks,
@@ -184,7 +184,8 @@ def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
 def load_section(options: DataOptions, only: str | None = None) -> Data:
     """The dataset that the `data` section of a config describes."""
     if options.name not in DATASETS:
-        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}")
+        hint = FROM_TABLE if f".{options.name.lower()}" in TABLES else None
+        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}", hint=hint)
     entry = DATASETS[options.name]
     keys = {**dict(options), "only": only, "need_test": options.validation == 0}
     keys["problem"] = "auto" if options.problem == "examples" else options.problem

@@ -97,6 +97,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
     ("name", "options", "words"),
     [
         ("imagenet", {}, "there are digits, diabetes, cifar10, cifar100, folder, voc, npz"),
+        ("csv", {}, r"there is no dataset 'csv'; .* numpy\.savez writes x_train, .* for data\.name=npz"),
         ("folder", {}, "data.path"),
         ("npz", {}, "data.path"),
         ("digits", {"path": "x"}, "is not read from a path; give data.path=null, or use folder or voc or npz"),

@@ -224,6 +224,9 @@ def test_an_npz_file_needs_no_test_set_if_examples_are_held_out(tmp_path):
         UserError, match=r"none\.npz cannot be read as an \.npz file of plain arrays \(.*\); save it with"
     ):
         data.load("npz", path=tmp_path / "none.npz")
+    (tmp_path / "table.csv").write_text("1,2\n")
+    with pytest.raises(UserError, match=r"table\.csv cannot be read as an \.npz file .*; a table becomes .*loadtxt"):
+        data.load("npz", path=tmp_path / "table.csv")
 
 
 def test_a_file_to_test_on_needs_nothing_to_learn_from(mheads, tmp_path):

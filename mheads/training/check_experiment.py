@@ -23,6 +23,8 @@ from mheads.trees.identical_members import are_parted_by_dropout, are_parted_by_
 from mheads.trees.member_scores import OWN, answer_of, check_order
 from mheads.trees.treenet import TreeNet
 
+EXPECTED = 3  # examples of a class are enough to wonder that a test set has none of it
+
 
 def check_test_examples(data: Data) -> None:
     if not len(data.test):
@@ -120,6 +122,28 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
         warn(f"{data.name}: {doubt}")
     if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")
+
+
+def warn_of_absent_classes(config: Config, data: Data) -> None:
+    """Warns of classes that the test set has and training has not, and of those that the test set should have.
+
+    A small test set lacks some by chance: `EXPECTED` examples of a class would be there at the share of training.
+    Nothing is said of examples that were held out or left out by a key.
+    """
+    train, test = data.train.targets, data.test.targets
+    chosen = data.held_out is not None or config.data.limit is not None or _doubt_labels(data) is not None
+    if not is_single_label(data.problem) or train.ndim > 1 or chosen:
+        return
+    names = data.problem.groups
+    trained, tested = (np.bincount(labels, minlength=len(names)) for labels in (train, test))
+    for absent, text in (
+        ((trained == 0) & (tested > 0), "no training example has class {}, which the test set has"),
+        ((tested == 0) & (trained * len(test) >= EXPECTED * len(train)), "the test set has no example of class {}"),
+    ):
+        if absent.any():
+            lacking = [names[label] for label in np.flatnonzero(absent)]
+            listed = ", ".join(lacking[:10]) + (f" and {len(lacking) - 10} more" if len(lacking) > 10 else "")
+            warn(f"{data.name}: {text.format(listed)}: are labels or files missing?")
 
 
 def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs: Value) -> None:

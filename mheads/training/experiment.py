@@ -143,6 +143,7 @@ def assemble_experiment(
     if loss.learns_variances and hasattr(data.problem, "variances"):
         data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)
+    checks.warn_of_absent_classes(config, data)
     checks.check_views(config, tuple(data.train.shape), data.problem, data.side)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)

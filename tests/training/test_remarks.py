@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
+from torch import nn
+
+from mheads import TreeNet, fit
 
 
 def test_a_batch_larger_than_the_data_is_remarked(mheads, tmp_path):
@@ -27,6 +31,32 @@ def test_a_network_for_other_examples_is_told_their_shape(mheads, tmp_path, monk
     assert "model_args.channels=3, or data.grey=true?" in done.err
     done = mheads("train", "cifar10_quick", *data)
     assert done.code == 2 and "(3, 16, 16): is the network made for it?)" in done.err  # its linear layer is too large
+
+
+def test_a_class_that_one_side_lacks_is_named(mheads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train/ant", "train/bee", "train/cat", "val/ant", "val/bee"):
+        Path("animals", name).mkdir(parents=True)
+        for i in range(5):
+            Image.fromarray(np.full((16, 16, 3), 40 * i, np.uint8)).save(Path("animals", name, f"{i}.png"))
+    data = ["data.name=folder", "data.path=animals", "data.resize=8", "data.crop=8", "data.grey=true"]
+    done = mheads("train", "digits", "model_args.classes=3", *data, "optim.iterations=1", "-f", "run")
+    words = " ".join((done.out + done.err).split())
+    assert done.code == 0 and "folder: the test set has no example of class cat: are labels or files missing?" in words
+
+
+def test_classes_of_the_test_set_alone_and_those_that_chance_explains():
+    x, classes = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32), np.arange(30) % 3
+
+    def train(train_labels, test_labels):
+        net = TreeNet(lambda: nn.Linear(4, 3), members=2)
+        fit(net, train=(x, train_labels), test=(x[: len(test_labels)], test_labels), iterations=1)
+
+    with pytest.warns(UserWarning, match=r"^arrays: no training example has class 2, which the test set has: are "):
+        train(classes % 2, classes)
+    with pytest.warns(UserWarning, match=r"^arrays: the test set has no example of class 1, 2: are labels or files"):
+        train(classes, np.zeros(9, int))
+    train(classes, np.zeros(8, int))  # 8 / 3 of class 1 are expected, fewer than three
 
 
 def test_arguments_that_a_recipe_leaves_to_another_network_can_be_taken_away(mheads, tmp_path):

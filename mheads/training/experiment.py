@@ -148,6 +148,7 @@ def assemble_experiment(
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)
     loss = adapt_loss(loss, data, config, outputs)
+    checks.warn_of_scale_of_targets(config, loss, data)
     checks.warn_of_untaught_outputs(net, loss, data.problem, outputs)
     sample_weights, groups, more = build_sample_weights(config, net.num_members, data, array, clusters)
     checks.check_weights_on_examples(loss, data)

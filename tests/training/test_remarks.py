@@ -1,5 +1,6 @@
 """What the start of training says about a network, its arguments and its data."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,29 @@ def test_classes_of_the_test_set_alone_and_those_that_chance_explains():
     with pytest.warns(UserWarning, match=r"^arrays: the test set has no example of class 1, 2: are labels or files"):
         train(classes, np.zeros(9, int))
     train(classes, np.zeros(8, int))  # 8 / 3 of class 1 are expected, fewer than three
+
+
+def test_targets_far_from_one_are_told_the_key_that_normalises_them(mheads, tmp_path):
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    signs = np.where(np.arange(40) % 2 == 0, 1.0, -1.0)  # of root mean square 1
+
+    def train(y, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(TreeNet(lambda: nn.Linear(4, 1), members=2), train=(x, y), iterations=1, lr=1e-12, **options)
+        return [text for each in caught if "root mean square" in (text := str(each.message))]
+
+    for size, shown in ((301, "301"), (5000, "5e+03"), (1 / 301, "0.00332")):
+        (text,) = train(signs * size)
+        assert text.startswith(f"arrays: the targets have a root mean square of {shown}, and networks begin")
+        assert "near 1 or below: normalize_targets=True learns them" in text
+        assert not train(signs * size, normalize_targets=True)
+    assert not train(signs * 299) and not train(signs / 299) and not train(signs * 0)
+    assert not train(signs * 5000, loss=lambda outputs, y: (outputs - y).abs().mean(-1))  # a loss of the user's own
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=signs * 5000, x_test=x, y_test=signs * 5000)
+    options = ["model_args.features=4", "data.name=npz", f"data.path={tmp_path / 'x.npz'}", "optim.iterations=1"]
+    done = mheads("train", "diabetes", *options, "-f", tmp_path / "run")
+    assert "data.normalize_targets=true learns them" in " ".join((done.out + done.err).split())
 
 
 def test_arguments_that_a_recipe_leaves_to_another_network_can_be_taken_away(mheads, tmp_path):

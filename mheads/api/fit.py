@@ -246,7 +246,10 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     except Stopped as stop:
         net.history.iterations = before + stop.iteration
         so_far = open_run(folder, config, net, lambda message: None, temporary)
-        raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
+        kept = "the run so far is the attribute run of this exception"
+        if temporary is None:
+            kept = f"saved in {folder.path}; the same call resumes"
+        raise Interrupted(f"{stop} after iteration {stop.iteration}: {kept}", so_far) from None
     except UserError:
         net.history.failed |= held != fingerprint.weights(net.state_dict())
         raise

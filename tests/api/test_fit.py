@@ -3,6 +3,7 @@
 import inspect
 import re
 import runpy
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import mheads
 from mheads import UserError, data
 from mheads.api import fit_keywords
 from mheads.config import read as configs
+from mheads.training.log_and_checkpoint import Recorder
 
 X, Y = load_digits(return_X_y=True)
 X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
@@ -592,6 +594,29 @@ def test_trees_built_in_threads_have_the_weights_of_their_seed():
         thread.join()
     assert len(found) == 30
     assert all(torch.equal(state[name], expected[name]) for state in found for name in expected)
+
+
+def test_ctrl_c_says_where_the_run_so_far_is(monkeypatch, tmp_path):
+    log_step = Recorder.log_step
+
+    def interrupt(recorder, *args):
+        if recorder.state.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return log_step(recorder, *args)
+
+    def train(folder):
+        return mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), iterations=9, folder=folder, **QUICK)
+
+    monkeypatch.setattr(Recorder, "log_step", interrupt)
+    with pytest.raises(mheads.Interrupted) as stop:
+        train(None)
+    assert str(stop.value) == "SIGINT after iteration 2: the run so far is the attribute run of this exception"
+    assert stop.value.run.summary["iterations"] == 2
+    with pytest.raises(mheads.Interrupted) as stop:
+        train(tmp_path / "run")
+    assert str(stop.value) == f"SIGINT after iteration 2: saved in {tmp_path / 'run'}; the same call resumes"
+    monkeypatch.undo()
+    assert train(tmp_path / "run").summary["iterations"] == 9
 
 
 def test_ctrl_c_before_the_first_step_is_interrupted_without_a_run(monkeypatch):

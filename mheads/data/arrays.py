@@ -18,7 +18,7 @@ from mheads.data.augmentation import PADDINGS, Mirror, augment, draw_places
 from mheads.data.data_section import DataOptions, as_default
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
-from mheads.data.targets import WAYS, as_float32
+from mheads.data.targets import COLUMN, WAYS, as_float32
 from mheads.data.value_range import ValueRange, measure_range
 
 
@@ -208,7 +208,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
         return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
     if y.dtype.kind == "f" and 1 <= y.ndim <= 8 and 0 not in y.shape[1:]:
         return as_float32(y[:, None] if y.ndim == 1 else y, where)
-    ways = WAYS
+    ways = COLUMN if y.dtype.kind in "US" and y.shape[1:] == (1,) else WAYS
     if y.dtype.kind in "biu" and y.ndim == 4 and 1 in (y.shape[1], y.shape[3]):
         plain = "y[:, 0]" if y.shape[1] == 1 else "y[..., 0]"
         ways = f"{plain}: a class for each pixel has no axis of channels, [N, H, W]"

@@ -116,8 +116,7 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
     try:
         data.problem.check_output(outputs, net.network_name, data.name)
     except UserError as error:
-        explained = any(text in str(error) for text in ("labels start at 1?", "are numbers"))
-        error.hint = error.hint or (None if explained else doubt)
+        error.hint = error.hint or (None if "are numbers" in str(error) else doubt)
         raise
     if doubt:
         warn(f"{data.name}: {doubt}")

@@ -88,3 +88,31 @@ def test_arguments_that_a_recipe_leaves_to_another_network_can_be_taken_away(mhe
     done = mheads(*command)
     assert done.code == 2 and "'model_args={}' takes those of the recipe away" in done.err
     assert "do not fit" not in mheads(*command, "model_args={}").err
+
+
+def any_options(width, **options):
+    return nn.Linear(64, width, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["cifar10_quick", "model_args.clases=3"],
+            "it has no argument 'clases' (did you mean classes?); it has classes,",
+        ),
+        (
+            ["digits", "model=mlp", "model_args={wdth: 3}"],
+            "it has no argument 'wdth'; it has features, outputs, hidden,",
+        ),
+        (["digits", "model=mlp"], "model_args = {} do not fit mlp: missing a required argument: 'features'"),
+        (
+            ["digits", "model=tests.training.test_remarks:any_options", "model_args={deep: 3}"],
+            "missing a required argument: 'width'",
+        ),
+    ],
+)
+def test_arguments_that_a_network_has_not_are_named_with_those_that_it_has(mheads, given, said):
+    done = mheads("tree", *given)
+    assert done.code == 2 and said in done.err
+    assert ("takes those of the recipe away" in done.err) == ("model_args = {}" not in done.err)

@@ -32,8 +32,9 @@ from mheads.config import schema
 from mheads.config.options_without_effect import check_idle_keys
 from mheads.config.read import validate
 from mheads.config.schema import Config
+from mheads.config.unknown_keys import did_you_mean
 from mheads.distributed.launcher import detect
-from mheads.losses import LOSSES, Loss, base_loss, independent
+from mheads.losses import BASE_LOSSES, LOSSES, Loss, base_loss, independent
 from mheads.runs.folder import RunFolder
 from mheads.training.experiment import Experiment, assemble_experiment
 from mheads.training.loop import Stopped, train_config
@@ -41,6 +42,18 @@ from mheads.trees.treenet import TreeNet
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 ITERATIONS = 1000
+TORCH_LOSSES = {  # what torch calls the base losses, as classes and as functions
+    "MSELoss": "mse",
+    "mse_loss": "mse",
+    "L1Loss": "mae",
+    "l1_loss": "mae",
+    "SmoothL1Loss": "smooth_l1",
+    "smooth_l1_loss": "smooth_l1",
+    "CrossEntropyLoss": "cross_entropy",
+    "cross_entropy": "cross_entropy",
+    "BCEWithLogitsLoss": "bce",
+    "binary_cross_entropy_with_logits": "bce",
+}
 DATA_KEYWORDS = (
     *("problem", "normalize", "normalize_targets", "scale", "pad", "padding", "mirror", "validation", "calibration"),
 )
@@ -239,7 +252,10 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     except Stopped as stop:
         net.history.iterations = before + stop.iteration
         so_far = open_run(folder, config, net, lambda message: None, temporary)
-        raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
+        kept = "the run so far is the attribute run of this exception"
+        if temporary is None:
+            kept = f"saved in {folder.path}; the same call resumes"
+        raise Interrupted(f"{stop} after iteration {stop.iteration}: {kept}", so_far) from None
     except UserError:
         net.history.failed |= held != fingerprint.weights(net.state_dict())
         raise
@@ -265,16 +281,24 @@ def as_loss(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     known = ", ".join(f"mheads.losses.{name}()" for name in LOSSES)
-    if isinstance(loss, str):
-        if loss not in LOSSES:
-            raise UserError(f"loss={loss!r} is not a loss; there are {', '.join(LOSSES)}")
+    if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]()
+    kind = getattr(loss, "__name__", type(loss).__name__)
+    of_torch = str(getattr(loss, "__module__", "")).startswith("torch.")
+    name = loss if isinstance(loss, str) else TORCH_LOSSES.get(kind) if of_torch else None
+    if name in BASE_LOSSES:
+        raise UserError(
+            f"loss={loss if isinstance(loss, str) else kind} is a base loss, that of one member on one example: give "
+            f"mheads.losses.independent(base_loss={name!r}) or mheads.losses.mcl(k=1, base_loss={name!r}); by "
+            "default numbers have mse, and classes cross_entropy"
+        )
+    if isinstance(loss, str):
+        raise UserError(f"loss={loss!r} is not a loss{did_you_mean(loss, [*LOSSES])}; there are {', '.join(LOSSES)}")
     if loss in LOSSES.values():
         raise UserError(f"loss is the function {loss.__name__} itself: call it, mheads.losses.{loss.__name__}()")
-    if callable(loss) and not type(loss).__module__.startswith("torch."):
-        return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
+    if callable(loss) and not type(loss).__module__.startswith("torch.") and not (of_torch and isinstance(loss, type)):
+        return Loss(kind, loss)
     raise UserError(
-        f"fit needs a loss over all members, not {type(loss).__name__}: {known}, or a function of outputs [M, B, C] "
-        "and labels [B] that gives losses [M, B]. The cross-entropy of each member by itself, torch's "
-        "CrossEntropyLoss, is mheads.losses.independent()"
+        f"fit needs a loss over all members, not {kind}: {known}, or a function of outputs [M, B, C] and labels [B] "
+        f"that gives losses [M, B]. The loss of one member is their base_loss: {', '.join(BASE_LOSSES)}"
     )

@@ -227,7 +227,10 @@ def _write(run: Run, groups: Sequence[ExampleGroup], path: Path, watch: Watcher)
 
 def _check_image(path: Path, run: Run) -> None:
     if len(run.data.shape) != 3 or run.data.shape[0] not in (1, 3):
-        raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
+        raise UserError(
+            f"{path}: {run.folder} was trained on examples of shape {run.data.shape}, not on images; give "
+            f"{' or '.join(ARRAYS)}"
+        )
     if not path.is_file():
         raise UserError(f"there is no image {path}")
 

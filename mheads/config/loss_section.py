@@ -12,6 +12,8 @@ from mheads.losses import BASE_LOSSES, LOSSES, WITH_SCORES, base_loss
 
 
 def _loss_name(name: str) -> str:
+    if name in BASE_LOSSES:
+        raise ValueError(f"it is a base loss, that of one member on one example: give loss.base_loss={name}")
     if name not in LOSSES and ":" not in name:
         raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
     return name

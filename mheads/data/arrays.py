@@ -15,10 +15,10 @@ from PIL import Image
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.data.augmentation import PADDINGS, Mirror, augment, draw_places
-from mheads.data.data_section import DataOptions
+from mheads.data.data_section import DataOptions, as_default
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
-from mheads.data.targets import WAYS, as_float32
+from mheads.data.targets import COLUMN, WAYS, as_float32
 from mheads.data.value_range import ValueRange, measure_range
 
 
@@ -106,7 +106,9 @@ def with_augmentation(split: Any, options: DataOptions) -> Any:
     elif split.targets.ndim == 3:
         reason = "would move the images and not the classes of their pixels"
     if (pad or mirror) and reason:
-        raise UserError(f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; leave both out")
+        raise UserError(
+            f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; give {as_default('pad', 'mirror')}"
+        )
     if padding == "reflect" and len(split.shape) == 3 and pad >= min(split.shape[1:]):
         raise UserError(
             f"{where}: data.pad is {pad}, but images of {split.shape[1]} x {split.shape[2]} pixels can be reflected "
@@ -206,7 +208,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
         return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
     if y.dtype.kind == "f" and 1 <= y.ndim <= 8 and 0 not in y.shape[1:]:
         return as_float32(y[:, None] if y.ndim == 1 else y, where)
-    ways = WAYS
+    ways = COLUMN if y.dtype.kind in "US" and y.shape[1:] == (1,) else WAYS
     if y.dtype.kind in "biu" and y.ndim == 4 and 1 in (y.shape[1], y.shape[3]):
         plain = "y[:, 0]" if y.shape[1] == 1 else "y[..., 0]"
         ways = f"{plain}: a class for each pixel has no axis of channels, [N, H, W]"

@@ -12,7 +12,7 @@ import torch
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.data.data_section import DataOptions
+from mheads.data.data_section import DataOptions, as_default
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
 from mheads.data.targets import warn_of_flags, warn_of_shares
@@ -79,9 +79,12 @@ def check_for_numbers(problem: Problem, options: DataOptions) -> None:
     if options.problem != "examples" and gives_numbers(problem):
         return
     learned = "its examples themselves" if options.problem == "examples" else problem.name
-    for key in ("calibration", "normalize_targets"):
-        if value := getattr(options, key):
-            raise UserError(f"data.{key} is for numbers, and {options.name} is {learned}: leave out data.{key}={value}")
+    if given := [key for key in ("calibration", "normalize_targets") if getattr(options, key)]:
+        raise UserError(
+            f"data.{given[0]} = {getattr(options, given[0])} is for numbers, and {options.name} is {learned}: give "
+            f"{as_default(*given)}",
+            key=f"data.{given[0]}",
+        )
 
 
 def _hold_back(train: Source, count: int, name: str) -> tuple[Source, Source]:
@@ -147,7 +150,7 @@ def check_scaling(train: Source, seen: ValueRange, options: DataOptions, auto: f
     if options.channels == "bgr" and (len(train.shape) != 3 or train.shape[0] != 3):
         raise UserError(
             f"{options.name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of "
-            "three channels; leave it out"
+            f"three channels; give {as_default('channels')}"
         )
     if scale == "auto":
         return auto if seen.kind == "uint8" else 1.0

@@ -14,7 +14,7 @@ import numpy as np
 from mheads.common.errors import UserError
 from mheads.data.arrays import with_augmentation
 from mheads.data.assembly import assemble
-from mheads.data.data_section import DataOptions, read_options
+from mheads.data.data_section import DataOptions, as_default, read_options
 from mheads.data.detection.regions import read_voc, region_shape
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
@@ -25,7 +25,7 @@ from mheads.data.readers.hdf5 import hdf5_shape, read_hdf5
 from mheads.data.readers.image_files import read_sized
 from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.readers.image_list import read_list
-from mheads.data.readers.npz import npz_shape, read_npz
+from mheads.data.readers.npz import FROM_TABLE, TABLES, npz_shape, read_npz
 from mheads.data.readers.several_answers import (
     SIDE,
     read_ambiguous_masks,
@@ -184,7 +184,8 @@ def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
 def load_section(options: DataOptions, only: str | None = None) -> Data:
     """The dataset that the `data` section of a config describes."""
     if options.name not in DATASETS:
-        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}")
+        hint = FROM_TABLE if f".{options.name.lower()}" in TABLES else None
+        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}", hint=hint)
     entry = DATASETS[options.name]
     keys = {**dict(options), "only": only, "need_test": options.validation == 0}
     keys["problem"] = "auto" if options.problem == "examples" else options.problem
@@ -218,12 +219,13 @@ def check_keys(entry: Dataset, keys: dict[str, Any]) -> None:
         if keys[key] != DataOptions.model_fields[key].default and not entry.takes(key):
             others = " or ".join(other.name for other in DATASETS.values() if other.takes(key))
             raise UserError(
-                f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; leave it out, or use {others}",
+                f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; give {as_default(key)}, or use {others}",
                 key=f"data.{key}",
             )
     if keys["pad"] and entry.takes("mirror") and not entry.takes("pad"):
-        how = "crops at random by data.resize and data.crop; use these" if entry.takes("crop") else "shows whole images"
-        raise UserError(f"data.pad is {keys['pad']}, but {entry.name} {how}")
+        crops = entry.takes("crop")
+        how = "crops at random by data.resize and data.crop; use these, and" if crops else "shows whole images;"
+        raise UserError(f"data.pad is {keys['pad']}, but {entry.name} {how} give {as_default('pad')}", key="data.pad")
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:

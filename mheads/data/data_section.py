@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,6 +97,13 @@ class DataOptions(Section):
     grey: bool = option(False, "folder, list: read images in one channel")
     limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
     regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
+
+
+def as_default(*keys: str) -> str:
+    """The keys with their defaults, which take back what a recipe gives: `data.pad=0 and data.mirror=false`."""
+    defaults = {key: DataOptions.model_fields[key].default for key in keys}
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in defaults.values()]
+    return " and ".join(f"data.{key}={text}" for key, text in zip(defaults, texts, strict=True))
 
 
 def read_options(**keys: Any) -> DataOptions:

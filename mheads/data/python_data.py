@@ -84,7 +84,10 @@ def as_source(examples: Any, where: str) -> ArraySplit | DatasetSplit:
             return as_split(examples[0], examples[1], where, examples[2])
         return _stack_items(examples, where)
     readable = isinstance(examples, Dataset) or (hasattr(examples, "__getitem__") and hasattr(examples, "__len__"))
-    if isinstance(examples, (np.ndarray, torch.Tensor, dict, str)) or not (readable or isinstance(examples, Iterable)):
+    if isinstance(examples, (np.ndarray, torch.Tensor)):
+        shape = list(examples.shape)
+        raise UserError(f"{where}: an array of shape {shape} holds examples, and the targets are missing: give (x, y)")
+    if isinstance(examples, (dict, str)) or not (readable or isinstance(examples, Iterable)):
         raise UserError(f"{where}: not a {type(examples).__name__}; give {FORMS}")
     return (
         read_dataset(examples, where)

@@ -19,6 +19,7 @@ S = TypeVar("S", bound=Any)
 Splits = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Classes = tuple[str, ...] | None
+COLUMN = "y[:, 0] for class numbers or names, which have one axis, [N]"
 WAYS = (
     "class numbers as integers, such as int64, or names, [N]; numbers to be learned as floats, [N], [N, D] or of "
     "more axes; several labels as bools or 0 and 1, [N, C]; or a class for each pixel as integers, [N, H, W]"
@@ -109,6 +110,12 @@ def _look(targets: Arrays) -> str:
             )
     if floats:
         return "regression"
+    if all(array.ndim == 2 and array.shape[1] == 1 for array in arrays):
+        raise _other(
+            targets,
+            f"give {COLUMN}; if these are numbers to be learned, or a single yes or no, say data.problem=regression "
+            "or multilabel",
+        )
     several = all(array.ndim == 2 and _is_flags(array) for array in arrays)
     raise _other(
         targets, "if these are several labels, 0 and 1, say data.problem=multilabel" if several else f"give {WAYS}"
@@ -137,7 +144,9 @@ def _check_same_size(sizes: dict[str, Any], unit: str) -> Any:
 
 
 def _classification(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
-    _check_form(targets, (1,), "iU", "for classification give class numbers as integers, or names, [N]")
+    column = any(array.shape[1:] == (1,) and array.dtype.kind in "iu" for array in targets.values())
+    ways = COLUMN if column else "class numbers as integers, or names, [N]"
+    _check_form(targets, (1,), "iU", f"for classification give {ways}")
     targets, known = _number_classes(targets, classes)
     return targets, Classification(known)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.common import nested_values
+from mheads.common import nested_values, number_words
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
@@ -64,11 +64,12 @@ class Classification(ClassScores):
                 and scores.shape[1] < count
                 and self.classes == tuple(map(str, range(count)))
             )
-            doubt = f", and classes are numbered from 0: is {count - 1} the last one, or do labels start at 1?"
+            classes = number_words.count(count, "class", "es")
+            doubt = f", and classes are numbered from 0 to {count - 1}"
             if scores.shape[1:] == (1,):
                 doubt = "; if the targets are numbers and no classes, give data.problem=regression"
             raise UserError(
-                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {classes}; "
                 f"a network gives one score per class ({more_classes(network, count)})"
                 + "; of several values that it gives, the first is the answer" * several
                 + doubt * fewer

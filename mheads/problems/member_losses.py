@@ -128,7 +128,7 @@ def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     if answers.shape[1:] != y.shape:
         raise UserError(
             f"{name} compares outputs with targets of their shape, and these are {list(answers.shape[1:])} and "
-            f"{list(y.shape)}: give [B, D] both"
+            f"{list(y.shape)}: give both as [B, D]{', the targets as y[:, None]' if y.dim() == 1 else ''}"
         )
     return answers, y
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.common import nested_values
+from mheads.common import nested_values, number_words
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Measures
@@ -132,8 +132,9 @@ class MultiLabel(ClassScores):
     def check_output(self, output: Value, network: str, data: str) -> None:
         scores, count = nested_values.leaves(output)[0], len(self.classes)
         if scores.dim() != 2 or scores.shape[1] != count:
+            classes = number_words.count(count, "class", "es")
             raise UserError(
-                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes, of "
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {classes}, of "
                 "which an example may have several; a network gives one score per class "
                 f"({more_classes(network, count)})"
             )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mheads.common import nested_values
+from mheads.common import nested_values, number_words
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Measures
@@ -152,8 +152,9 @@ class Segmentation(ClassScores):
     def check_output(self, output: Value, network: str, data: str) -> None:
         scores, expected = nested_values.leaves(output)[0], (len(self.classes), *self.size)
         if tuple(scores.shape[1:]) != expected:
+            classes = number_words.count(expected[0], "class", "es")
             raise UserError(
-                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {expected[0]} classes for "
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {classes} for "
                 f"each of {self.size[0]} x {self.size[1]} pixels; a network gives one score per class and pixel, "
                 f"{expected}"
             )

@@ -29,7 +29,10 @@ def make_video(path: Path, output: Path | None, pictures: str, seconds: float, w
     try:
         shown = picture_classes(record, pictures)
     except UserError as error:  # who owned which class is known without the data
-        watch.warn(f"the classes of {path} are shown as colours: {error}")
+        if len(classes) == 1:  # such as of numbers
+            watch.warn(f"{path} learned no classes: all its examples together are shown as one colour")
+        else:
+            watch.warn(f"the classes of {path} are shown as colours: {error}")
         shown = plain_colours(len(classes))
     frames = ownership_frames(moments, counts, shown, classes, count)
     with watch.evaluating(count) as advance:

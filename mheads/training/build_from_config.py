@@ -24,6 +24,7 @@ from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError, describe_error, warn
 from mheads.common.nested_values import Value
 from mheads.config.schema import Config
+from mheads.config.unknown_keys import did_you_mean
 from mheads.data import Data
 from mheads.data.catalog import load_section
 from mheads.engine.engine_options import EngineOptions
@@ -51,8 +52,8 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
         pass  # written in C: it has no signature to look at
     except TypeError as error:
         raise UserError(
-            f"model_args = {config.model_args!r} do not fit {config.model}: {error}; 'model_args={{}}' "
-            "takes those of the recipe away"
+            f"model_args = {config.model_args!r} do not fit {config.model}: {_misfit(function, config, error)}",
+            hint="'model_args={}' takes those of the recipe away" if config.model_args else None,
         ) from error
 
     def make() -> nn.Module:
@@ -72,6 +73,15 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
     make.__wrapped__ = partial(function, **config.model_args) if as_partial else function  # type: ignore[attr-defined]
     make.in_config = config.model, config.model_args  # type: ignore[attr-defined]
     return with_scores(make) if config.loss.has_scores else make
+
+
+def _misfit(function: Callable[..., Any], config: Config, error: TypeError) -> str:
+    """Why model_args do not fit: an argument that there is not, or what Python says."""
+    parameters = inspect.signature(function).parameters
+    unknown = next((key for key in config.model_args if key not in parameters), None)
+    if unknown is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return str(error)
+    return f"it has no argument {unknown!r}{did_you_mean(unknown, [*parameters])}; it has {', '.join(parameters)}"
 
 
 def make_tree(config: Config, **options: Any) -> TreeNet:

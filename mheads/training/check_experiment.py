@@ -16,12 +16,15 @@ from mheads.data import Data
 from mheads.data.batches import Batch, Reader
 from mheads.losses import LOSSES, WITH_SCORES, Loss
 from mheads.losses.check_promises import check_promises
-from mheads.problems import PROBABILITIES, Problem, are_probabilities, finds_objects, is_single_label
+from mheads.problems import PROBABILITIES, Problem, are_probabilities, finds_objects, gives_numbers, is_single_label
 from mheads.training.build_from_config import count_micro_batches
 from mheads.trees.checks.hidden_randomness_and_state import LayerError
 from mheads.trees.identical_members import are_parted_by_dropout, are_parted_by_freezing, find_identical_members
 from mheads.trees.member_scores import OWN, answer_of, check_order
 from mheads.trees.treenet import TreeNet
+
+LARGE = 300  # root mean square of targets; those of the diabetes recipe, which are learned as they are, have 170
+EXPECTED = 3  # examples of a class are enough to wonder that a test set has none of it
 
 
 def check_test_examples(data: Data) -> None:
@@ -113,13 +116,50 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
     try:
         data.problem.check_output(outputs, net.network_name, data.name)
     except UserError as error:
-        explained = any(text in str(error) for text in ("labels start at 1?", "are numbers"))
-        error.hint = error.hint or (None if explained else doubt)
+        error.hint = error.hint or (None if "are numbers" in str(error) else doubt)
         raise
     if doubt:
         warn(f"{data.name}: {doubt}")
     if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")
+
+
+def warn_of_absent_classes(config: Config, data: Data) -> None:
+    """Warns of classes that the test set has and training has not, and of those that the test set should have.
+
+    A small test set lacks some by chance: `EXPECTED` examples of a class would be there at the share of training.
+    Nothing is said of examples that were held out or left out by a key.
+    """
+    train, test = data.train.targets, data.test.targets
+    chosen = data.held_out is not None or config.data.limit is not None or _doubt_labels(data) is not None
+    if not is_single_label(data.problem) or train.ndim > 1 or chosen:
+        return
+    names = data.problem.groups
+    trained, tested = (np.bincount(labels, minlength=len(names)) for labels in (train, test))
+    for absent, text in (
+        ((trained == 0) & (tested > 0), "no training example has class {}, which the test set has"),
+        ((tested == 0) & (trained * len(test) >= EXPECTED * len(train)), "the test set has no example of class {}"),
+    ):
+        if absent.any():
+            lacking = [names[label] for label in np.flatnonzero(absent)]
+            listed = ", ".join(lacking[:10]) + (f" and {len(lacking) - 10} more" if len(lacking) > 10 else "")
+            warn(f"{data.name}: {text.format(listed)}: are labels or files missing?")
+
+
+def warn_of_scale_of_targets(config: Config, loss: Loss, data: Data) -> None:
+    """Warns of numbers that are far larger or smaller than what a new network gives, under our own losses."""
+    known = loss.name in LOSSES and not loss.uses_own_code
+    given = gives_numbers(data.problem) and config.data.problem != "examples"
+    if not known or not given or config.data.normalize_targets:
+        return
+    targets = data.train.targets
+    size = float(np.sqrt(np.einsum("nd,nd->", targets, targets, dtype=np.float64) / targets.size))
+    if size > LARGE or 0 < size < 1 / LARGE:
+        warn(
+            f"{data.name}: the targets have a root mean square of {size:.3g}, and networks begin with answers near 1 "
+            "or below: data.normalize_targets=true learns them with mean 0 and standard deviation 1, and gives answers "
+            "in their own units"
+        )
 
 
 def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs: Value) -> None:

@@ -143,10 +143,12 @@ def assemble_experiment(
     if loss.learns_variances and hasattr(data.problem, "variances"):
         data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)
+    checks.warn_of_absent_classes(config, data)
     checks.check_views(config, tuple(data.train.shape), data.problem, data.side)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)
     loss = adapt_loss(loss, data, config, outputs)
+    checks.warn_of_scale_of_targets(config, loss, data)
     checks.warn_of_untaught_outputs(net, loss, data.problem, outputs)
     sample_weights, groups, more = build_sample_weights(config, net.num_members, data, array, clusters)
     checks.check_weights_on_examples(loss, data)

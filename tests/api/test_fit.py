@@ -3,6 +3,7 @@
 import inspect
 import re
 import runpy
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import mheads
 from mheads import UserError, data
 from mheads.api import fit_keywords
 from mheads.config import read as configs
+from mheads.training.log_and_checkpoint import Recorder
 
 X, Y = load_digits(return_X_y=True)
 X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
@@ -239,9 +241,19 @@ def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
         (lambda: fit_plain(views=[{"weight": 0}]), "fit: views.0.weight = 0"),
         (lambda: fit_plain(views=[{"down": 99}]), r"views move the image.*: give views=\[\]"),
         (lambda: fit_plain(parameter_groups={"0": {"lr": 0}}), "fit: parameter_groups.0.lr = 0"),
-        (lambda: fit_plain("mlc"), "loss='mlc' is not a loss"),
+        (lambda: fit_plain("mlc"), r"loss='mlc' is not a loss \(did you mean mcl\?\); there are independent, "),
+        (
+            lambda: fit_plain("mse"),
+            r"loss=mse is a base loss.*mcl\(k=1, base_loss='mse'\); by default numbers have mse",
+        ),
+        (lambda: fit_plain(nn.MSELoss()), r"loss=MSELoss is a base loss.*independent\(base_loss='mse'\) or"),
+        (lambda: fit_plain(nn.L1Loss), r"loss=L1Loss is a base loss.*independent\(base_loss='mae'\) or"),
+        (lambda: fit_plain(nn.functional.smooth_l1_loss), r"loss=smooth_l1_loss .*\(base_loss='smooth_l1'\) or"),
+        (lambda: fit_plain(nn.NLLLoss), "not NLLLoss: .*base_loss: cross_entropy, bce, mse, mae, smooth_l1"),
+        (lambda: fit_plain(nn.NLLLoss()), "not NLLLoss: "),
+        (lambda: fit_plain(7), "fit needs a loss over all members, not int: "),
         (lambda: fit_plain(mheads.losses.mcl), r"call it, mheads.losses.mcl\(\)"),
-        (lambda: fit_plain(nn.CrossEntropyLoss()), r"is mheads.losses.independent\(\)"),
+        (lambda: fit_plain(nn.CrossEntropyLoss()), r"give mheads.losses.independent\(base_loss='cross_entropy'\)"),
         (lambda: fit_plain(classes=["a"] * 10), "a name is there twice"),
         (lambda: torch.no_grad()(fit_plain)(), "no_grad.*call it outside"),
         (lambda: torch.autocast("cpu")(fit_plain)(), "autocast"),
@@ -584,6 +596,29 @@ def test_trees_built_in_threads_have_the_weights_of_their_seed():
         thread.join()
     assert len(found) == 30
     assert all(torch.equal(state[name], expected[name]) for state in found for name in expected)
+
+
+def test_ctrl_c_says_where_the_run_so_far_is(monkeypatch, tmp_path):
+    log_step = Recorder.log_step
+
+    def interrupt(recorder, *args):
+        if recorder.state.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return log_step(recorder, *args)
+
+    def train(folder):
+        return mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), iterations=9, folder=folder, **QUICK)
+
+    monkeypatch.setattr(Recorder, "log_step", interrupt)
+    with pytest.raises(mheads.Interrupted) as stop:
+        train(None)
+    assert str(stop.value) == "SIGINT after iteration 2: the run so far is the attribute run of this exception"
+    assert stop.value.run.summary["iterations"] == 2
+    with pytest.raises(mheads.Interrupted) as stop:
+        train(tmp_path / "run")
+    assert str(stop.value) == f"SIGINT after iteration 2: saved in {tmp_path / 'run'}; the same call resumes"
+    monkeypatch.undo()
+    assert train(tmp_path / "run").summary["iterations"] == 9
 
 
 def test_ctrl_c_before_the_first_step_is_interrupted_without_a_run(monkeypatch):

@@ -142,8 +142,12 @@ def test_sequences_labels_from_one_and_single_examples_are_told_what_to_do():
 
     with pytest.raises(UserError, match=r"taken as grey images.*sequences \[N, C, T\], begin with .*squeeze\(1\)"):
         fit(TreeNet(convolution, members=2), train=(x, y), test=(x, y), iterations=2)
-    with pytest.raises(UserError, match="numbered from 0: is 3 the last one, or do labels start at 1"):
+    with pytest.raises(UserError, match="numbered from 0 to 3; no training example has class 0: do labels start at 1"):
         fit(TreeNet(small, members=2), train=(TABLE[0], TABLE[1] + 1), test=TABLE, iterations=2)
+    with pytest.raises(UserError, match=r"classes=4\?\), and classes are numbered from 0 to 3$"):
+        fit(TreeNet(small, members=2), train=(x.flatten(1)[:, :4], y), iterations=2)
+    with pytest.raises(UserError, match=r"outputs of shape \(3,\), but arrays has 1 class; a network gives"):
+        fit(TreeNet(small, members=2), train=(x.flatten(1)[:, :4], y * 0), iterations=2)
     with pytest.warns(UserWarning, match="no training example has class 0: do labels start at 1"):
         wide_enough = TreeNet(lambda: nn.Sequential(nn.Linear(TABLE[0].shape[1], 4)), members=2)
         fit(wide_enough, train=(TABLE[0], TABLE[1] + 1), test=(TABLE[0], TABLE[1] + 1), iterations=2)

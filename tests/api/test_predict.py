@@ -70,7 +70,8 @@ def test_predict_takes_npz_and_csv_and_answers_each_row(mheads, vectors, tmp_pat
         ("a.npz", b"no zip", "cannot be read"),
         ("gone.npz", None, "gone.npz does not exist"),
         ("gone.csv", None, "there is no file"),
-        ("a.png", b"x", "not on images"),
+        ("a.png", b"x", r"a\.png: .* examples of shape \(64,\), not on images; give \.npz or \.csv$"),
+        ("a.txt", "1,2\n", r"a\.txt: .* not on images; give \.npz or \.csv$"),
     ],
 )
 def test_files_that_are_no_examples_are_refused(mheads, vectors, tmp_path, name, content, words):

@@ -126,6 +126,7 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
         ("loss.k=two", ["loss.k = 'two'", "integer"]),
         ("loss.ce_weight=-1e-3", ["loss.ce_weight = -0.001", "greater than or equal to 0"]),
         ("loss.stable=maybe", ["loss.stable = 'maybe'", "boolean"]),
+        ("loss=mse", ["loss.name = 'mse': it is a base loss", "give loss.base_loss=mse"]),
         ("loss=mcll", ["'mcll'", "mcl", "package.module:factory"]),
         ("engine.workers=two", ["engine.workers = 'two'", "'auto'", "integer"]),
         ("optim=3", ["optim = 3", "optim.lr"]),

@@ -133,7 +133,9 @@ def test_other_mistakes(tmp_path, paths):
     with pytest.raises(UserError, match=r"'00000001' is 3 x 8 x 11 bytes, the first 3 x 9 x 11 bytes"):
         found.train.read(np.arange(2), None)
     grey = write(tmp_path / "grey", [datum(PIXELS[0][:1], 0), datum(PIXELS[1][:1], 1)])
-    with pytest.raises(UserError, match=r"data\.channels is bgr, but examples have the shape"):
+    with pytest.raises(
+        UserError, match=r"data\.channels is bgr, but examples have the shape .*; give data\.channels=rgb$"
+    ):
         data.load("lmdb", path=grey, validation=1, channels="bgr")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/data.mdb").write_bytes(b"no database")

@@ -97,14 +97,16 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
     ("name", "options", "words"),
     [
         ("imagenet", {}, "there are digits, diabetes, cifar10, cifar100, folder, voc, npz"),
+        ("csv", {}, r"there is no dataset 'csv'; .* numpy\.savez writes x_train, .* for data\.name=npz"),
         ("folder", {}, "data.path"),
         ("npz", {}, "data.path"),
-        ("digits", {"path": "x"}, "leave it out"),
+        ("digits", {"path": "x"}, "is not read from a path; give data.path=null, or use folder or voc or npz"),
         ("digits", {"root": "x"}, "cifar10 or cifar100"),
         ("digits", {"crop": 4}, "data.pad"),
         ("npz", {"path": "x.npz", "grey": True}, "image folders"),
-        ("folder", {"path": "x", "pad": 2}, "data.resize and data.crop"),
-        ("digits", {"path": "x"}, "folder or voc or npz"),
+        ("folder", {"path": "x", "pad": 2}, "data.resize and data.crop; use these, and give data.pad=0"),
+        ("digits", {"grey": True}, "give data.grey=false, or use folder or list"),
+        ("npz", {"path": "x.npz", "fold": 2}, "data.fold is 2, but 'npz' has one split; give data.fold=0, or use uci"),
     ],
 )
 def test_wrong_names_and_options_say_what_is_right(name, options, words):

@@ -149,7 +149,8 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
         ((X, Y, {1: X}), "side inputs are a dict; give a dict of arrays by name"),
         ((X, Y, {"mask": ["a"] * 12}), "side input 'mask' has dtype .*; give numbers"),
         ([(X[0], 0), (X[1, :, :4], 1), (X[2], 1)], "item 1"),
-        (X, "train: not a ndarray; give"),
+        (X, r"train: an array of shape \[12, 3, 6, 5\] .* the targets are missing: give \(x, y\)$"),
+        ("x.npy", "train: not a str; give"),
         (7, "train: not a int; give"),
         (DataLoader(Rows(lambda i: (X[i], 0)), sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
         (DataLoader(Rows(lambda i: (X[i], 0)), batch_sampler=[[0, 1]]), "draws by a list"),
@@ -223,6 +224,9 @@ def test_an_npz_file_needs_no_test_set_if_examples_are_held_out(tmp_path):
         UserError, match=r"none\.npz cannot be read as an \.npz file of plain arrays \(.*\); save it with"
     ):
         data.load("npz", path=tmp_path / "none.npz")
+    (tmp_path / "table.csv").write_text("1,2\n")
+    with pytest.raises(UserError, match=r"table\.csv cannot be read as an \.npz file .*; a table becomes .*loadtxt"):
+        data.load("npz", path=tmp_path / "table.csv")
 
 
 def test_a_file_to_test_on_needs_nothing_to_learn_from(mheads, tmp_path):

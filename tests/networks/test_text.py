@@ -123,7 +123,12 @@ def test_a_run_of_texts_answers_as_its_members_do(trained):
             "normalize=mean_std .* are for numbers, but the examples are tokens",
         ),
         (X, {"scale": 2.0}, "scale=2.0 are for numbers"),
-        (X, {"pad": 2}, "pad=2 and mirror=False are for images, but an example is 12 numbers or tokens"),
+        (
+            X,
+            {"pad": 2},
+            "pad=2 and mirror=False are for images, but an example is 12 numbers or tokens; give pad=0 and "
+            "mirror=False$",
+        ),
         (X, {"mirror": True}, "mirror=True are for images"),
         (X - 3, {}, "row 0 holds the token -[123]; give tokens from 0 on, 0 for padding"),
         (X + 1, {}, "layer 'embedding' .*index out of range.* holds tokens from 1 to 20; integers are tokens"),

@@ -68,13 +68,22 @@ def test_one_trajectory_of_one_point_keeps_its_shape():
     assert problem.answer(torch.zeros(3, 1, 2)).shape == problem.answer(torch.zeros(3, 1, 1, 2)).shape == (3, 1, 1, 2)
 
 
-@pytest.mark.parametrize("option", [{"calibration": 10}, {"normalize_targets": True}])
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ({"calibration": 10}, "calibration=0"),
+        ({"normalize_targets": True}, "normalize_targets=False"),
+        ({"calibration": 10, "normalize_targets": True}, "calibration=0 and normalize_targets=False"),
+    ],
+)
 @pytest.mark.parametrize(
     ("y", "problem", "learned"),
     [((X[:, 0] > 0).astype(np.int64), "auto", "classification"), (NUMBERS, "examples", "its examples themselves")],
 )
-def test_options_of_numbers_are_an_error_where_none_are_learned(y, problem, learned, option):
-    with pytest.raises(UserError, match=f"{next(iter(option))} is for numbers, and arrays is {learned}: leave out"):
+def test_options_of_numbers_are_an_error_where_none_are_learned(y, problem, learned, option, remedy):
+    with pytest.raises(
+        UserError, match=f"{next(iter(option))} = .* is for numbers, and arrays is {learned}: give {remedy}$"
+    ):
         fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, y), problem=problem, iterations=1, **option)
 
 
@@ -127,7 +136,7 @@ def test_targets_are_normalised_on_the_training_part_and_answers_are_in_old_unit
     exported = run.export(tmp_path / "mean.pt2")
     found = torch.export.load(exported).module()(torch.from_numpy(X[:5]))
     torch.testing.assert_close(found.double(), run.answer(X[:5]), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UserError, match="normalize_targets is for numbers, and arrays is classification"):
+    with pytest.raises(UserError, match="normalize_targets = True is for numbers, and arrays is classification"):
         fit(TreeNet(lambda: nn.Linear(3, 2), members=2), train=(X, np.arange(120) % 2), normalize_targets=True)
 
 

@@ -142,9 +142,12 @@ def test_targets_of_another_shape_are_not_spread():
         outputs = torch.zeros(2, 5, 1)
         outputs = (outputs, outputs) if name == "gaussian_nll" else outputs
         with pytest.raises(
-            UserError, match=rf"{name} compares outputs with targets of their shape.*\[5, 1\] and \[5\]"
+            UserError,
+            match=rf"{name} compares .* of their shape.*\[5, 1\] and \[5\]: give both as \[B, D\], .* y\[:, None\]$",
         ):
             BASE_LOSSES[name](outputs, torch.zeros(5))
+    with pytest.raises(UserError, match=r"\[5, 1\] and \[5, 2\]: give both as \[B, D\]$"):
+        BASE_LOSSES["mse"](torch.zeros(2, 5, 1), torch.zeros(5, 2))
     with pytest.raises(
         UserError, match=r"gaussian_nll: .* shape \[4\] for an example; let it give a pair.*variance=true"
     ):

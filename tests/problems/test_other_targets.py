@@ -395,7 +395,22 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
             r"labels have dtype int64 and shape \[120, 4\]; if these are .* say data.problem=multilabel",
         ),
         ((X, LABELS.astype(np.uint8) * 2), {}, r"dtype uint8 and shape \[120, 4\]"),
-        ((X, LABELS[:, :1]), {}, r"dtype uint8 and shape \[120, 1\]"),
+        (
+            (X, LABELS[:, :1]),
+            {},
+            r"dtype uint8 and shape \[120, 1\]; give y\[:, 0\] for class numbers .* or multilabel$",
+        ),
+        (
+            (X, SOFT.argmax(1)[:, None]),
+            {},
+            r"dtype int64 and shape \[120, 1\]; give y\[:, 0\] for class numbers or names",
+        ),
+        (
+            (X, SOFT.argmax(1)[:, None]),
+            {"problem": "classification"},
+            r"for classification give y\[:, 0\] for class numbers",
+        ),
+        ((X, SOFT.argmax(1)[:, None].astype(str)), {}, r"shape \[120, 1\]; give y\[:, 0\] for class numbers or names"),
         ((X, LABELS[:, :1]), {"problem": "soft_labels"}, "for soft_labels give a number for each class.*two classes"),
         ((X, LABELS * 2.0), {"problem": "multilabel"}, r"example \d+ has labels \[.*give 1 for each class"),
         ((X, SOFT), {"problem": "multilabel"}, "give 1 for each class"),

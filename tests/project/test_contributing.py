@@ -341,7 +341,7 @@ def test_a_dataset_is_a_file_and_an_entry_and_so_are_a_network_a_problem_and_a_r
 def test_the_arguments_of_a_reader_are_its_keys(command, tmp_path):
     for data, override, words in (
         ("bars", "data.crop=3", "data.crop is 3, but 'bars' keeps its size"),
-        ("bars", "data.path=x", "but 'bars' is not read from a path; leave it out, or use folder or voc or npz"),
+        ("bars", "data.path=x", "but 'bars' is not read from a path; give data.path=null, or use folder or voc or npz"),
         ("bars", "data.pad=1", None),
         ("distances", "data.crop=3", None),
         ("distances", "data.pad=1", "data.pad is 1, but distances crops"),

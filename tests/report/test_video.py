@@ -172,3 +172,14 @@ def test_vectors_and_data_that_are_gone_are_shown_as_colours(mheads, tmp_path, s
     assert made.code == 0
     assert "shown as colours" in made.out
     assert ("data.npz does not exist" in made.out) == (len(shape) == 3)
+
+
+def test_a_run_of_numbers_has_one_colour_and_no_classes(mheads, tmp_path):
+    folder = tmp_path / "run"
+    done = mheads("train", "hypotheses", "optim.iterations=4", "log.every=1", "-f", folder)
+    assert done.code == 0, done.err
+    made = mheads("video", folder, "-o", tmp_path / "v.gif", "--seconds", 1)
+    assert made.code == 0
+    words = " ".join(made.out.split())
+    assert f"{folder} learned no classes: all its examples together are shown as one colour" in words
+    assert "the classes of" not in words

@@ -1,5 +1,6 @@
 """`mheads cuts`: where a network can be split, and what lies on either side."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.residual_networks import Tokens, UNet, ViT
@@ -72,6 +73,25 @@ def test_the_command_shows_a_line_for_each_cut(mheads):
     assert "blocks.3 " in mheads("cuts", VIT, "depth=5", "--shape", "1,8,8").out
     (whole,) = mheads("cuts", "tests.trees.test_traced_graph:Sized", "--shape", "1,8,8").out.strip().splitlines()[1:]
     assert whole.startswith("it cannot be split anywhere")
+
+
+def test_the_command_takes_the_network_and_the_shape_of_examples_from_a_recipe(mheads, tmp_path):
+    """A hidden layer of 5 has 3 x 5 + 5 parameters above the cut and 5 x 2 + 2 below."""
+    np.savez(tmp_path / "x.npz", x_train=np.zeros((4, 3), np.float32))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "model: mlp\nmodel_args: {features: 3, outputs: 2, hidden: [5]}\n"
+        f"data: {{name: npz, path: {tmp_path / 'x.npz'}}}\n"
+    )
+    shown = mheads("cuts", recipe)
+    assert "mlp: 32 parameters, 25 multiply-adds" in shown.out, shown.err
+    assert "fc1 20 15 12 10 5" in " ".join(shown.out.split())
+    assert "mlp: 62 parameters" in mheads("cuts", recipe, "model_args.hidden=[10]").out
+    assert "mlp: 1,441 parameters" in mheads("cuts", "diabetes").out
+    refused = mheads("cuts", recipe, "hiden=[10]")
+    assert refused.code == 2 and f"{recipe}: unknown key 'hiden'" in refused.err
+    refused = mheads("cuts", recipe, "data.path=gone.npz")
+    assert refused.code == 2 and "the shape of an example of 'npz' is not known" in refused.err
 
 
 def test_the_command_says_what_it_lacks(mheads):

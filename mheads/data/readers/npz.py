@@ -15,6 +15,11 @@ from mheads.data.python_data import read_arrays
 from mheads.problems import Problem
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
+TABLES = (".csv", ".tsv", ".txt")
+FROM_TABLE = (
+    "a table becomes training data in Python: numpy.loadtxt reads a CSV file, and numpy.savez writes x_train, y_train, "
+    "x_test and y_test to an .npz file for data.name=npz (docs/data.md)"
+)
 
 
 def read_npz(
@@ -27,7 +32,8 @@ def read_npz(
     `only` test, examples to learn from that are not there are those to test on.
     """
     needed = NEEDED[2:] if only == "test" else NEEDED if need_test else NEEDED[:2]
-    with open_arrays(path, "save it with numpy.savez, without arrays of objects") as file:
+    is_table = path.suffix.lower() in TABLES
+    with open_arrays(path, FROM_TABLE if is_table else "save it with numpy.savez, without arrays of objects") as file:
         missing = [key for key in needed if key not in file]
         if missing:
             names = ", ".join(name or "one without a name" for name in file)
@@ -61,7 +67,8 @@ def open_arrays(path: Path, hint: str | None = None) -> Iterator[packed_arrays.A
         raise UserError(f"{path} does not exist") from error
     except (ValueError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as an {path.suffix or '.npz'} file of plain arrays ({error})", hint=hint
+            f"{path} cannot be read as an {'.npy' if path.suffix == '.npy' else '.npz'} file of plain arrays ({error})",
+            hint=hint,
         ) from error
 
 

@@ -156,6 +156,16 @@ AREAS: dict[str, list[File]] = {
                     "distances[..., 0]]).amin(1)",
                 ),
                 Bug(
+                    "a member alone answers without the mean of the targets",
+                    "nested_values.rebuild(outputs, [answers * std + mean, *others])",
+                    "nested_values.rebuild(outputs, [answers * std, *others])",
+                ),
+                Bug(
+                    "its logarithm of the variance stays that of normalised targets",
+                    "others[0] = others[0] + 2 * std.log()",
+                    "pass",
+                ),
+                Bug(
                     "distortion is a mean over values",
                     "distortion=self.num_values * self._squares",
                     "distortion=self._squares",
@@ -1362,6 +1372,42 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug("rows choose the worst", "higher_is_better(document, by) else -1", "True else -1"),
                 Bug("a seed counts with some of its runs", 'if len(runs) == len(entry["best_of"])', "if runs"),
+            ],
+        ),
+        File(
+            "mheads/training/init_weights.py",
+            "tests/problems/test_hypotheses.py -k compared_with",
+            [
+                Bug(
+                    "target scales are not compared",
+                    "(_describe_target_scale(old), _describe_target_scale(new))",
+                    "('', '')",
+                ),
+                Bug(
+                    "an earlier fit has learned from no data",
+                    "source_run.read_data() if source_run.exists() else net.history.data",
+                    "source_run.read_data() if source_run.exists() else None",
+                ),
+            ],
+        ),
+        File(
+            "mheads/api/fit.py",
+            "tests/problems/test_hypotheses.py -k second_fit",
+            [
+                Bug(
+                    "a second fit is silent",
+                    "if net.history.weights:  # not those",
+                    "if False:  # not those",
+                ),
+            ],
+        ),
+        File(
+            "mheads/report/compare.py",
+            "tests/report/test_compare.py -k not_its_defaults",
+            [
+                Bug(
+                    "options of a loss are left out", "for key, value in loss.summary.items()]", "for key, value in ()]"
+                ),
             ],
         ),
         File(

@@ -39,9 +39,14 @@ def number_text(outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
 
     def lines() -> Iterator[list[str]]:
         for row in range(outputs.shape[1]):
-            yield [" ".join(f"{x:.4g}" for x in answers[row]) for answers in (*ensemble, *outputs)]
+            yield [_shorten([f"{x:.4g}" for x in answers[row]]) for answers in (*ensemble, *outputs)]
 
     return AnswerText(lines(), agreement=False)
+
+
+def _shorten(numbers: Sequence[str]) -> str:
+    """The first and the last of many numbers, such as the points of a trajectory: a file has all of them."""
+    return " ".join(numbers if len(numbers) <= 6 else [*numbers[:2], "...", *numbers[-2:]])
 
 
 @dataclass(frozen=True)

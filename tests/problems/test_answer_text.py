@@ -66,6 +66,11 @@ def test_numbers_have_four_digits_and_no_agreement():
     assert (plain.names, plain.lines) == (["mean", "member_0", "member_1"], [["1.5", "1", "2"]])
 
 
+def test_of_a_trajectory_the_first_and_the_last_point_are_shown():
+    found, _ = lines(Regression(8, (4, 2)), torch.arange(8.0).reshape(1, 1, 4, 2))
+    assert found == [["0 1 ... 6 7", "0 1 ... 6 7"]]
+
+
 def test_the_probability_of_each_answer_is_printed_and_written(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     weights, run = (

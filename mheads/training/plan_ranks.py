@@ -217,29 +217,36 @@ def _cut_finer(
     No more ranks run a stage than there are micro-batches, but fewer rows at a time take longer each. `auto` does not
     look at the ranks, because the number of micro-batches decides the bits.
     """
-    if workload.in_order:
-        return None
     finer_cut: tuple[str, int, Way] | None = None
     for option in FINER:
-        if not _may_cut(config, workload, option):
-            continue
-        fastest, count = finer_cut[2] if finer_cut else by_auto, 2 * workload.micro_batches // config.optim.accumulate
-        best: tuple[int, Way] | None = None
-        while count < 2 * cluster.ranks and count <= config.optim.batch_size:
-            engine = config.engine.model_copy(update={option: count})
-            finer = make_workload(config.model_copy(update={"engine": engine}))
-            way = _predict(finer, cluster, _find_loads(finer, cluster, flops), how)
-            if best is not None and way[1].step_seconds >= best[1][1].step_seconds:
-                break
-            best, count = (count, way), 2 * count
-        if best is not None and best[1][1].step_seconds < 0.95 * fastest[1].step_seconds:
-            finer_cut = (option, *best)
+        if _may_cut(config, workload, option):
+            fastest = finer_cut[2] if finer_cut else by_auto
+            first = 2 * workload.micro_batches // config.optim.accumulate
+            best = _find_count(config, cluster, flops, how, option, first)
+            if best is not None and best[1][1].step_seconds < 0.95 * fastest[1].step_seconds:
+                finer_cut = (option, *best)
     return finer_cut
+
+
+def _find_count(
+    config: Config, cluster: Cluster, flops: float | None, how: str | Mapping[str, int], option: str, first: int
+) -> tuple[int, Way] | None:
+    """The value of this key with the fastest step among `first`, twice that and so on, as long as steps get faster."""
+    best: tuple[int, Way] | None = None
+    count = first
+    while count < 2 * cluster.ranks and count <= config.optim.batch_size:
+        engine = config.engine.model_copy(update={option: count})
+        finer = make_workload(config.model_copy(update={"engine": engine}))
+        way = _predict(finer, cluster, _find_loads(finer, cluster, flops), how)
+        if best is not None and way[1].step_seconds >= best[1][1].step_seconds:
+            break
+        best, count = (count, way), 2 * count
+    return best
 
 
 def _may_cut(config: Config, workload: ConfigWorkload, option: str) -> bool:
     """Whether the number that this key gives may be another than `auto` makes."""
-    if getattr(config.engine, option) != "auto":
+    if workload.in_order or getattr(config.engine, option) != "auto":
         return False
     if option == "shared_micro_batches":
         return any(node.children for node in workload.tree.nodes.values()) and not workload.net.facts.side_inputs

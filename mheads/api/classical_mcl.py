@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mheads.common import atomic_files, seeds
 from mheads.common.errors import UserError
-from mheads.common.progress import Watcher
+from mheads.common.progress import Mute, Watcher, forward_warnings
 from mheads.common.safe_yaml import seal, unseal
 from mheads.common.signals import handling
 from mheads.config import schema
@@ -75,7 +75,8 @@ def train_rounds(
         entries: list[dict[str, Any]] = []
         for number in range(rounds):
             watch = watching(f"round {number}")
-            experiment = build_experiment(_make_round_config(config, folder, number), data)
+            with forward_warnings(Mute() if number else watch):
+                experiment = build_experiment(_make_round_config(config, folder, number), data)
             run = RunFolder(folder / f"round{number}")
             result = train(experiment, run, watch)
             following = folder / f"round{number + 1}.npz"
@@ -163,7 +164,8 @@ def _assign_clusters(config: Config, data: Data) -> Tensor:
     distances = input_distances(data.train, data.preprocess, config.members, config.seed)
     owners = share_out(distances, _ties(config, -1, distances), _least(config, distances.shape[1]))
     trial = config.model_copy(update={"sampling": Sampling(name="array")})
-    assemble_experiment(trial, net, loss, data, array=_one_hot(owners, config.members))
+    with forward_warnings(Mute()):  # the first round gives them again
+        assemble_experiment(trial, net, loss, data, array=_one_hot(owners, config.members))
     return owners
 
 

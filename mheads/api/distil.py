@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
-from mheads.common.progress import Watcher, forward_warnings
+from mheads.common.progress import Mute, Watcher, forward_warnings
 from mheads.config import read as configs
 from mheads.config.options_without_effect import check_idle_options
 from mheads.config.schema import Config
@@ -105,7 +105,8 @@ def _check_experiment(config: Config, data: Data) -> None:
     """Raises if parts do not fit each other, before the run is asked: that takes time, and writes a file."""
     answers = np.full((len(data.train), len(data.problem.groups)), 1 / len(data.problem.groups), np.float32)
     trial = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
-    assemble_experiment(trial, build_net(trial), build_loss(trial), data, answers=answers)
+    with forward_warnings(Mute()):  # training gives them again
+        assemble_experiment(trial, build_net(trial), build_loss(trial), data, answers=answers)
 
 
 def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:

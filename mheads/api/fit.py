@@ -233,6 +233,9 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     folder = folder or RunFolder(temporary.path / "run")  # type: ignore[union-attr]
     if experiment.data.held_out is not None:
         watch.say(f"holding out {experiment.data.held_out}")
+    held = fingerprint.weights(net.state_dict())
+    if net.history.weights not in ("", held):  # given to the net since then, by load_state_dict or by hand
+        net.history.iterations, net.history.data = 0, None
     before = 0 if folder.exists() else net.history.iterations
     if before:
         origin = f"starting from the weights that {before:,} iterations of an earlier fit left in this net"
@@ -242,7 +245,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
             )
         else:
             watch.say(origin)
-    start, held = digest_start(net, folder), fingerprint.weights(net.state_dict())
+    start = digest_start(net, folder)
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))
         net.history.iterations, net.history.failed = before + summary["iterations"], False

@@ -33,12 +33,11 @@ def set_init(
         return net.init if folder is None else net.history.starts.get(folder.path.resolve(), (None, net.init))[1]
     if isinstance(init, Run):
         init = init.net
-    net.history.data = init.history.data if isinstance(init, TreeNet) else None
-    net.history.iterations, net.history.failed = 0, False
+    data, report = None, ""
     if isinstance(init, TreeNet):
+        data, name = init.history.data, f"{GIVEN}{fingerprint.weights(init.state_dict())}"
         net.copy_weights(init)
-        return f"{GIVEN}{fingerprint.weights(init.state_dict())}"
-    if isinstance(init, Mapping):
+    elif isinstance(init, Mapping):
         weights = check_state_dict(init, "init")
         name = f"{GIVEN}{fingerprint.weights(weights)}"
         report = str(load_into(net, weights, "init", renamed))
@@ -50,6 +49,7 @@ def set_init(
             f"init={short(init)}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
             "TreeNet(..., init='same') draws one network for all members"
         )
+    net.history.data, net.history.iterations, net.history.failed = data, 0, False
     if report:
         watch.say(report)
     return name

@@ -197,8 +197,9 @@ class Run:
         from mheads.report.shown_run import ShownRun
 
         examples = None if x is None else self.split_of(x, y)
-        net = self._check_weights() if find_figure(name).asks_net else self.net
-        return draw_figure(name, [ShownRun(self.record(), net=net, examples=examples)])
+        if find_figure(name).asks_net:
+            self._check_weights()
+        return draw_figure(name, [ShownRun(self.record(), run=self, examples=examples)])
 
     def report(self, path: str | Path = "report.html", x: Any = None, y: Any = None) -> Path:
         """Writes the HTML page of the run; returns where it is.
@@ -210,7 +211,8 @@ class Run:
         from mheads.report.shown_run import ShownRun
 
         examples = None if x is None else self.split_of(x, y)
-        return report_run(ShownRun(self.record(), net=self._check_weights(), examples=examples), Path(path))
+        self._check_weights()
+        return report_run(ShownRun(self.record(), run=self, examples=examples), Path(path))
 
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""

@@ -70,7 +70,7 @@ def train_recipe(
         config, notes = parsed
         # After the config, so that its mistakes are reported at once: importing torch takes a second.
         from mheads.cli.printing.result_tables import result_table
-        from mheads.common.progress import Silent, Terminal
+        from mheads.common.progress import Mute, Terminal
         from mheads.config.options_without_effect import check_idle_options
         from mheads.runs.folder import RunFolder
         from mheads.training.loop import train_config
@@ -80,7 +80,7 @@ def train_recipe(
             folder = folder.beside()
         if not folder.exists():  # a run that was begun with such options resumes
             check_idle_options(config, overrides)
-        watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
+        watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Mute()
         for note in notes:
             watch.say(note)
         result = train_config(config, folder, watch, world.build_experiment, world.cores)

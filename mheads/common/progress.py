@@ -55,6 +55,13 @@ class Silent(Watcher):
     """Shows nothing but warnings."""
 
 
+class Mute(Watcher):
+    """Shows nothing at all, where another watcher shows the same."""
+
+    def warn(self, message: str) -> None:
+        pass
+
+
 @contextmanager
 def forward_warnings(watch: Watcher) -> Iterator[None]:
     """Inside, Python's warnings go to the watcher."""

@@ -196,10 +196,7 @@ class Regression(Problem):
         if not self.std_of_targets:
             return outputs
         answers, *others = nested_values.leaves(outputs)
-        mean, std = (
-            answers.new_tensor(values).reshape(answers.shape[1:])
-            for values in (self.mean_of_targets, self.std_of_targets)
-        )
+        mean, std = self._scale_of_targets(answers, answers.shape[1:])
         if self.variances:
             others[0] = others[0] + 2 * std.log()
         return nested_values.rebuild(outputs, [answers * std + mean, *others])
@@ -207,10 +204,7 @@ class Regression(Problem):
     def answer(self, outputs: Value) -> Tensor:
         answers = self._in_shape(nested_values.leaves(outputs)[0])
         if self.std_of_targets:
-            mean, std = (
-                answers.new_tensor(values).reshape(self.shape or (-1,))
-                for values in (self.mean_of_targets, self.std_of_targets)
-            )
+            mean, std = self._scale_of_targets(answers, self.shape)
             answers = answers * std + mean
         return answers
 
@@ -219,10 +213,13 @@ class Regression(Problem):
             return None
         log_variances = self._in_shape(nested_values.leaves(outputs)[1])
         if self.std_of_targets:
-            log_variances = log_variances + 2 * log_variances.new_tensor(self.std_of_targets).log().reshape(
-                self.shape or (-1,)
-            )
+            log_variances = log_variances + 2 * self._scale_of_targets(log_variances, self.shape)[1].log()
         return log_variances
+
+    def _scale_of_targets(self, like: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the targets, in the shape of an answer."""
+        mean, std = (like.new_tensor(values) for values in (self.mean_of_targets, self.std_of_targets))
+        return mean.reshape(shape or (-1,)), std.reshape(shape or (-1,))
 
     def _in_shape(self, values: Tensor) -> Tensor:
         """[M, B, D] or [M, B, *shape] -> [M, B, *shape]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mheads.api.run import Run, open_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
@@ -34,14 +35,15 @@ class ShownRun:
         trust: bool = False,
         look: bool = True,
         paper: PaperFigures | None = None,
-        net: TreeNet | None = None,
+        run: Run | None = None,
         examples: Split | None = None,
     ) -> None:
         """`trust` allows to run code that only the folder names; without `look`, the network answers nothing.
 
-        `net` is the one to ask, by default that of the folder, and `examples` are those to ask it about.
+        `run` is the one that a program has at hand, whose net is asked as it is, and `examples` are those to ask about;
+        by default both are those of the folder.
         """
-        self._given, self._examples = net, examples
+        self._run, self.examples = run, examples
         self.record, self.watch, self.trust, self.look, self.paper = record, watch or Silent(), trust, look, paper
         self._made: dict[Callable[[], Any], Any] = {}
 
@@ -89,24 +91,28 @@ class ShownRun:
         except UserError:  # the panel of the hardest examples shows what is missing
             return []
 
+    def open(self) -> Run:
+        """The run, with its weights in its net."""
+        return self._run or open_run(self.record.folder, self.record.config, self.net, lambda message: None)
+
     def _build_net(self) -> TreeNet:
-        if self._given is not None:
-            return self._given
+        if self._run is not None:
+            return self._run.net
         return build_net_of_run(self.record.folder, self.record.config, self.watch.warn, trust=self.trust)
 
     def _examine(self) -> Evidence:
-        return examine(self.record, self._load_net("reliability"), self.watch, self._examples)
+        return examine(self.record, self._load_net(), self.watch, self.examples)
 
     def _answer_numbers(self) -> AnsweredNumbers:
-        return answer_numbers(self.record, self._load_net("hypotheses"), self.watch, self._examples)
+        return answer_numbers(self.record, self._load_net(), self.watch, self.examples)
 
-    def _load_net(self, figure: str) -> TreeNet:
+    def _load_net(self) -> TreeNet:
         """The net with the weights to ask; raises where there are no examples to ask it about."""
         net = self.net
         if not self.look:
             raise UserError("This is computed when the run is finished")
-        if self._given is None:
+        if self._run is None:
             self.record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
-        elif self._examples is None and self.record.config.data.name not in DATASETS:
-            raise UserError(f"a run does not keep the arrays of its examples: give them, run.plot({figure!r}, x, y)")
+        elif self.examples is None and self.record.config.data.name not in DATASETS:
+            raise UserError("a run does not keep the arrays of its examples: give run.plot or run.report x and y")
         return net

@@ -13,6 +13,7 @@ import torch
 import mheads
 from mheads.common.device import resolve
 from mheads.common.errors import UserError, warn
+from mheads.common.number_words import count
 from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.batches import Batches
@@ -137,10 +138,11 @@ def agree_on_placement(config: Config, world: World) -> Placement:
 
 def _warn_of_idle_ranks(placement: Placement, ranks: int, stacked: bool) -> None:
     if placement.ranks < ranks:
-        why = "there are no more members and micro-batches to share"
+        mesh = f"members are on {count(placement.slots, 'rank')}, in {count(placement.replicas, 'replica')}"
+        remedy = f"start {placement.ranks} ranks, or look for a better number with mheads plan"
         if stacked:
-            why = "small members run as one stage on one rank (engine.stack=never spreads them)"
-        warn(f"{ranks - placement.ranks} of {ranks} ranks have nothing to do: {why}")
+            mesh, remedy = "small members run as one stage on one rank", "engine.stack=never spreads them"
+        warn(f"{ranks - placement.ranks} of {ranks} ranks have nothing to do: {mesh}; {remedy}")
 
 
 def _find_versions() -> dict[str, Any]:

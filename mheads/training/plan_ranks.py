@@ -76,6 +76,7 @@ class ConfigWorkload(Workload):
 def make_workload(config: Config) -> ConfigWorkload:
     """The step of a config; one network is drawn, and no stage is built."""
     net = make_tree(config, only=())
+    net.freeze(config.freeze)  # frozen BatchNorm needs no whole batch
     tree = net.tree
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate

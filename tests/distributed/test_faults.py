@@ -162,7 +162,9 @@ def test_ranks_without_work_resume_with_those_that_have_some(tmp_path):
     assert [one.code for one in ranks(3, *command, before={2: stop_at_iteration_8})] == [143] * 3
     again = ranks(3, *command)
     assert [one.code for one in again] == [0] * 3, again[1].err
-    assert "2 of 3 ranks have nothing to do: there are no more members" in " ".join(again[0].out.split())
+    assert "2 of 3 ranks have nothing to do: members are on 1 rank, in 1 replica; start 1 rank" in " ".join(
+        again[0].out.split()
+    )
     assert_same_run(tmp_path / "run", tmp_path / "one")
 
 
@@ -170,7 +172,7 @@ def test_ranks_that_stacked_members_leave_idle_are_reported(tmp_path):
     done = ranks(2, "train", "diabetes", "members=4", "optim.iterations=2", "--run", tmp_path / "run")
     assert [one.code for one in done] == [0] * 2, done[0].err
     said = " ".join(done[0].out.split())
-    assert "1 of 2 ranks have nothing to do: small members run as one stage on one rank (engine.stack=never" in said
+    assert "1 of 2 ranks have nothing to do: small members run as one stage on one rank; engine.stack=never" in said
 
 
 def test_a_run_begun_in_one_process_goes_on_with_ranks_and_is_finished_then(undisturbed, tmp_path):

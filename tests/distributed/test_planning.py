@@ -415,6 +415,12 @@ def test_plan_refuses_what_training_refuses(mheads):
     assert done.code == 2 and "engine.micro_batches is 2" in done.err and "statistics of the whole batch" in done.err
 
 
+def test_plan_cuts_batches_where_batch_norm_is_frozen(mheads):
+    keys = ["model=user_networks:normalised", "members=2", "split=norm", "freeze=[trunk]", "engine.micro_batches=2"]
+    done = mheads("plan", "digits", *keys, "engine.stack=never", "--ranks", "2", "--flops", "0.1")
+    assert done.code == 0, done.err
+
+
 def test_plan_shows_a_placement_of_ones_own(mheads):
     done = mheads(*PLAN, "placement={trunk: 0, conv2/0: 1}", "--ranks", "2")
     assert done.code == 0

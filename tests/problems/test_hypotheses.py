@@ -172,6 +172,12 @@ def test_a_second_fit_of_a_net_warns_that_it_continues():
     ):
         fit(net, **common)
     fit(net, init=net, **common)
+    net.load_state_dict(TreeNet(linear, members=2, seed=3).state_dict())  # weights that no fit has left
+    fit(net, **common)
+    with pytest.raises(UserError, match="nowhere"):
+        fit(net, init="nowhere", **common)
+    with pytest.warns(UserWarning, match="the weights that 2 iterations of an earlier fit left"):
+        fit(net, **common)
 
 
 def test_variances_make_a_mixture_in_the_units_of_the_targets():

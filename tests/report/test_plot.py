@@ -318,7 +318,7 @@ def test_reliability_of_a_run_in_memory_is_that_of_its_own_net():
     drawn = np.array(line.get_ydata(), float)
     np.testing.assert_allclose(drawn[np.isfinite(drawn)], np.array(bins["accuracy"])[np.array(bins["examples"]) > 0])
     with pytest.raises(
-        UserError, match=r"does not keep the arrays of its examples: .*run\.plot\('reliability', x, y\)"
+        UserError, match=r"does not keep the arrays of its examples: give run\.plot or run\.report x and y"
     ):
         run.plot("reliability")
     numbers = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=1), train=(x, x[:, :3]), iterations=1)

@@ -779,6 +779,20 @@ def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
         assert table.head == head
 
 
+def test_the_page_of_an_earlier_run_leaves_the_weights_that_its_net_has_now(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(40, 1, 8, 8)).astype(np.float32), np.arange(40) % 3
+    net = package.TreeNet(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3)), members=2)
+    common = {"train": (x, y), "test": (x, y), "iterations": 3}
+    first = package.fit(net, folder=tmp_path / "run", **common)
+    package.fit(net, init=net, lr=0.1, **common)
+    now = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.warns(UserWarning, match="the weights of this net have changed since the run"):
+        first.report(tmp_path / "page.html", x, y)
+    assert all(torch.equal(tensor, now[name]) for name, tensor in net.state_dict().items())
+    found = Parsed(tmp_path / "page.html")
+    assert "What members look at" in found.text and "was trained from Python on arrays" not in found.text
+
+
 def test_a_run_of_a_script_writes_its_page_with_the_network_and_the_examples_at_hand(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     net = package.TreeNet(lambda: nn.Linear(4, 3), members=2)

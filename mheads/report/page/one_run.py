@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mheads.api.run import open_run
 from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.engine.cost import costs_on
@@ -210,8 +209,7 @@ def show_hardest(run: ShownRun) -> Sequence[Part]:
 def show_saliency(run: ShownRun) -> Sequence[Part]:
     """What members respond to in some images, by guided backprop, and how much more their owners do."""
     outputs = run.evidence.outputs
-    loaded = open_run(run.record.folder, run.record.config, run.net, lambda message: None)
-    saliency = explain(loaded, count=IMAGES, outputs=outputs, watch=run.watch)
+    saliency = explain(run.open(), run.examples, count=IMAGES, outputs=outputs, watch=run.watch)
     content = io.BytesIO()
     saliency.figure().savefig(content, format="png", dpi=110)
     text = f"Maps of {len(saliency.columns)} networks on {len(saliency.classes)} images: {', '.join(saliency.classes)}."

@@ -34,18 +34,21 @@ def report(
         check_output(output, SUFFIXES)
     records = read_all(paths, lenient=True)
     output = check_place(output or _default_file(paths))
-    page = make_any_page(records, watch, trust, paper=paper)
-    for reason, sections in page.lacking.items():
-        if len(sections) > 1:  # the network or the data, and not a panel that has nothing to show
-            watch.warn(f"the page has nothing in {', '.join(sections)}: {reason}")
-    write_atomically(output, page.html())
-    return output
+    return _write(make_any_page(records, watch, trust, paper=paper), output, watch)
 
 
 def report_run(run: ShownRun, output: Path) -> Path:
     """Writes the page of a run that a program has at hand; returns where it is."""
     check_output(output, SUFFIXES)
-    write_atomically(check_place(output), make_page(run).html())
+    return _write(make_page(run), check_place(output), run.watch)
+
+
+def _write(page: Page, output: Path, watch: Watcher) -> Path:
+    """Writes a page, and warns of what it lacks."""
+    for reason, sections in page.lacking.items():
+        if len(sections) > 1:  # the network or the data, and not a panel that has nothing to show
+            watch.warn(f"the page has nothing in {', '.join(sections)}: {reason}")
+    write_atomically(output, page.html())
     return output
 
 

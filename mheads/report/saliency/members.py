@@ -22,8 +22,10 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.progress import Silent, Watcher
+from mheads.data import ArraySplit
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
+from mheads.data.torch_dataset import DatasetSplit
 from mheads.engine.measure import all_answers, in_eval_mode
 from mheads.problems import is_single_label
 from mheads.problems.metrics import owner_of
@@ -116,9 +118,9 @@ def explain(
     """Maps of the images with the highest correct response of the ensemble, or of any one member (`by="member"`).
 
     The response is the probability of the true class. The images are among those that training evaluated on, or
-    `examples`: raw ones and their labels, as `run.evaluate` takes them. At most an even share is of one class, and at
-    most an even share chosen by one member. Energies are also measured on `sample` examples, evenly spread.
-    `outputs` [M, N, C] of the examples, as `outputs_of` gives them, need not be computed again if they are known.
+    `examples`: a split, or raw ones and their labels, as `run.evaluate` takes them. At most an even share is of one
+    class, and at most an even share chosen by one member. Energies are also measured on `sample` examples, evenly
+    spread. `outputs` [M, N, C] of the examples, as `outputs_of` gives them, are not computed again if they are known.
     """
     if by not in BY:
         raise UserError(f"--by {by}: there are {' and '.join(BY)}")
@@ -161,6 +163,8 @@ def explain_files(
 
 def _split(run: Run, examples: Any) -> tuple[Split, str]:
     """The examples to choose from, and a sentence that says which these are."""
+    if isinstance(examples, ArraySplit | DatasetSplit):
+        return examples, ""
     if examples is not None:
         return run.split_of(examples), ""
     if run.config.data.name not in DATASETS:

@@ -161,7 +161,8 @@ def test_weights_that_learned_normalised_targets_are_compared_with_what_they_lea
         fit(TreeNet(linear, members=2), train=(X, NUMBERS), iterations=1, init=run)
     with pytest.warns(UserWarning, match=other):
         fit(run.net.keep([0]), train=(X, NUMBERS), iterations=1)
-    fit(run.net.keep([1]), train=(X, NUMBERS), iterations=1, normalize_targets=True)
+    same = fit(run.net.keep([1]), train=(X, NUMBERS), iterations=1, normalize_targets=True)  # without a warning
+    assert same.data.problem.std_of_targets == run.data.problem.std_of_targets
 
 
 def test_a_second_fit_of_a_net_warns_that_it_continues():

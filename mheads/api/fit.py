@@ -239,16 +239,17 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     before = 0 if folder.exists() else net.history.iterations
     if before:
         origin = f"starting from the weights that {before:,} iterations of an earlier fit left in this net"
-        if net.history.weights:  # not those of a net that this one was made from
+        if net.history.weights and net.frozen == net.history.frozen:
             watch.warn(
                 f"{origin}: build a new TreeNet to start afresh, or give init=net to continue without this warning"
             )
-        else:
+        else:  # a net that is made of another one, or whose other layers learn now, is meant to continue
             watch.say(origin)
     start = digest_start(net, folder)
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))
         net.history.iterations, net.history.failed = before + summary["iterations"], False
+        net.history.frozen = net.frozen
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
         raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None

@@ -18,6 +18,7 @@ class TrainingHistory:
     failed: bool = False  # whether a training ended by an error after it had changed the weights
     origin: str = ""  # a report on the file of weights that the net starts from
     data: Any = None  # the DataFacts of the run that left these weights, whose preprocessing the net alone does not do
+    frozen: tuple[str, ...] = ()  # what did not learn in the last training
     weights: str = ""  # a digest of the weights that the last training left
     starts: dict[Path, tuple[str | None, str]] = field(default_factory=dict)
     """For each run folder the weights that training started from there: a digest, and the config's `init`."""

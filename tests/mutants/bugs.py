@@ -1396,8 +1396,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a second fit is silent",
-                    "if net.history.weights:  # not those",
-                    "if False:  # not those",
+                    "if net.history.weights and net.frozen == net.history.frozen:",
+                    "if False:",
                 ),
             ],
         ),

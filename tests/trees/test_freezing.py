@@ -57,7 +57,7 @@ def test_a_net_may_be_frozen_itself_until_it_is_told_otherwise():
     assert not any("trunk" in name for name in changed(net, lambda net: package.fit(net, **QUICK)))
     assert net.frozen == ("trunk",)
     net.freeze([])
-    assert net.state_dict().keys() == changed(net, lambda net: package.fit(net, init=net, **QUICK))
+    assert net.state_dict().keys() == changed(net, lambda net: package.fit(net, **QUICK))
 
 
 def test_weights_that_the_network_itself_fixes_stay_fixed():

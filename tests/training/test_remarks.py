@@ -51,13 +51,14 @@ def test_classes_of_the_test_set_alone_and_those_that_chance_explains():
 
     def train(train_labels, test_labels):
         net = TreeNet(lambda: nn.Linear(4, 3), members=2)
-        fit(net, train=(x, train_labels), test=(x[: len(test_labels)], test_labels), iterations=1)
+        return fit(net, train=(x, train_labels), test=(x[: len(test_labels)], test_labels), iterations=1)
 
     with pytest.warns(UserWarning, match=r"^arrays: no training example has class 2, which the test set has: are "):
         train(classes % 2, classes)
     with pytest.warns(UserWarning, match=r"^arrays: the test set has no example of class 1, 2: are labels or files"):
         train(classes, np.zeros(9, int))
-    train(classes, np.zeros(8, int))  # 8 / 3 of class 1 are expected, fewer than three
+    # Without a warning: 8 / 3 of class 1 are expected, fewer than three.
+    assert train(classes, np.zeros(8, int)).result.examples == 8
 
 
 def test_targets_far_from_one_are_told_the_key_that_normalises_them(mheads, tmp_path):

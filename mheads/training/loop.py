@@ -68,19 +68,29 @@ def decide_cores(config: Config, folder: RunFolder, watcher: Watcher, cores: int
     if folder.exists() and (begun := folder.begun_config()) is not None:
         config = schema.adopt_choices(config, begun)
     elif config.engine.cores == "auto":
-        chosen = 2 if cores < 4 else 2 ** int(math.log2(cores))
-        if chosen > 2:
+        if (chosen := choose_cores(config, cores)) != 2:
             watcher.say(
-                f"engine.cores = {chosen}: the run is made for that many cores, here and wherever it is resumed"
+                f"engine.cores = {chosen}: the run is made for this number of cores, here and wherever it is resumed"
             )
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"cores": chosen})})
     planned, here = planned_cores(config), available_cores()
-    if planned > 2 * max(2, here):
+    fitting = choose_cores(config, here)
+    if planned > 2 * fitting or planned > fitting == 1:
         watcher.warn(
-            f"engine.cores = {planned}, and {here} are here: steps are cut for {planned}, which is slow on fewer. This "
-            f"run keeps the number; a new one is made for this machine with engine.cores={max(2, here)}"
+            f"engine.cores = {planned}, and {here} {'is' if here == 1 else 'are'} here: steps are cut for {planned}, "
+            f"which is slow on fewer. This run keeps the number; a new one is made for this machine with "
+            f"engine.cores={fitting}"
         )
     return config
+
+
+def choose_cores(config: Config, here: int) -> int:
+    """The `engine.cores` of a new run where that many are. One core counts as two, so that the bits are those of a
+    machine with two; but in bf16, two threads on one core wait for each other inside PyTorch's convolutions, and a
+    step takes twenty times as long or more."""
+    if here == 1 and config.precision == "bf16":
+        return 1
+    return 2 if here < 4 else 2 ** int(math.log2(here))
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:

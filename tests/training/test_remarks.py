@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from torch import nn
 
@@ -82,6 +83,24 @@ def test_targets_far_from_one_are_told_the_key_that_normalises_them(mheads, tmp_
     options = ["model_args.features=4", "data.name=npz", f"data.path={tmp_path / 'x.npz'}", "optim.iterations=1"]
     done = mheads("train", "diabetes", *options, "-f", tmp_path / "run")
     assert "data.normalize_targets=true learns them" in " ".join((done.out + done.err).split())
+
+
+def test_a_run_in_bf16_on_one_core_is_made_for_one_core(mheads, tmp_path, monkeypatch):
+    monkeypatch.setattr("mheads.training.loop.available_cores", lambda: 1)
+    given = ["train", "digits", "optim.iterations=1", "data.limit=20", "members=1", "log.evaluate_every=0"]
+
+    def cores(name, *more):
+        done = mheads(*given, *more, "-f", tmp_path / name)
+        config = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+        return config["engine"]["cores"], done.out
+
+    chosen, out = cores("bf16", "precision=bf16")
+    assert chosen == 1 and "engine.cores = 1: the run is made for this number of cores" in out
+    assert "slow on fewer" not in out
+    chosen, out = cores("float32")
+    assert chosen == 2 and "engine.cores" not in out
+    chosen, out = cores("from two cores", "precision=bf16", "engine.cores=2")
+    assert chosen == 2 and "engine.cores = 2, and 1 is here" in out and "with engine.cores=1" in out
 
 
 def test_arguments_that_a_recipe_leaves_to_another_network_can_be_taken_away(mheads, tmp_path):

@@ -7,6 +7,7 @@ held-out examples.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -19,6 +20,19 @@ from torch import Tensor
 def gaussian_log_densities(mean: Tensor, log_variance: Tensor, y: Tensor) -> Tensor:
     """log N(y; mean, variance) = -1/2 sum_d (log 2 pi + s_d + (mean_d - y_d)^2 exp(-s_d)) -> [M, B]."""
     return -(math.log(2 * math.pi) + log_variance + (mean - y).square() * (-log_variance).exp()).sum(-1) / 2
+
+
+@functools.cache
+def points_of_normal(count: int) -> Tensor:
+    """The points [count], from low to high, of which the closest one is nearest to a draw from the standard normal
+    distribution: the least mean squared distance (Max 1960; found by Lloyd's iteration)."""
+    points: Tensor = 3**0.5 * torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)  # of many
+    end = points.new_tensor([math.inf])
+    for _ in range(200):
+        borders = torch.cat([-end, (points[:-1] + points[1:]) / 2, end])
+        heights, shares = (-borders.square() / 2).exp() / math.sqrt(2 * math.pi), torch.special.ndtr(borders)
+        points = -heights.diff() / shares.diff()  # the mean of each cell
+    return points
 
 
 def mixture_log_density(mean: Tensor, log_variance: Tensor, log_weights: Tensor, y: Tensor) -> Tensor:

@@ -17,10 +17,19 @@ from mheads.common.nested_values import Value
 from mheads.common.schemas import Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import Problem, further_row, mean_or_weighted, number
-from mheads.problems.densities import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
+from mheads.problems.densities import (
+    KERNEL_SCALES,
+    KernelChoice,
+    Kernels,
+    densities_of,
+    log_weights_or_equal,
+    points_of_normal,
+)
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import weighted_mean
 from mheads.problems.result import Result, by_predictor
+
+MOST_POINTS = 10  # in `distortion_by_points`
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class RegressionResult(Result):
     r2: Measures = field(default_factory=dict)  # the share of the targets' variance that is explained
     spread_correlation: Number = math.nan  # over examples, of the members' spread with the error of their mean
     distortion: Number = math.nan  # mean squared distance of the hypothesis that comes closest
+    distortion_by_points: list[Number] | None = None  # of 1, 2, .. points of a member's own density, the mean member
     min_ade: Number | None = None  # of trajectories: mean distance of the closest one, mean over its points
     min_fde: Number | None = None  # of trajectories: distance of the closest last point
     nll: Number | None = None  # mean of -log density, that of a mixture with a Gaussian for each member
@@ -74,6 +84,7 @@ class RegressionMetrics:
         self.examples = 0
         self._displacements = torch.zeros(2, dtype=torch.float64)  # sums of the closest mean and last ones
         self._nlls: dict[str, float] = {}
+        self._by_points = torch.zeros(MOST_POINTS, dtype=torch.float64)
         self._squares = torch.zeros(members + 2 + scored, dtype=torch.float64)
         self._distances = torch.zeros(members + 2 + scored, dtype=torch.float64)
         self._ownership = torch.zeros(members, dtype=torch.long)
@@ -126,6 +137,8 @@ class RegressionMetrics:
                 variances = log_variances.detach().cpu().double().reshape(outputs.shape)
             nll = -density(outputs, variances, log_weights, y).sum().item()
             self._nlls[name] = self._nlls.get(name, 0.0) + nll
+            if name == "nll" and self.num_values == 1:
+                self._by_points += distances_by_points(outputs, variances, y)
 
     def result(self) -> RegressionResult:
         if self.examples == 0:
@@ -151,6 +164,8 @@ class RegressionMetrics:
     def _further(self) -> dict[str, Any]:
         """What not every regression has."""
         further: dict[str, Any] = {name: total / self.examples for name, total in self._nlls.items()}
+        if self._nlls and self.num_values == 1:
+            further["distortion_by_points"] = (self._by_points / self.examples).tolist()
         if self.trajectory is not None:
             means = (self._displacements / self.examples).tolist()
             further |= dict(zip(("min_ade", "min_fde"), means, strict=True))
@@ -298,6 +313,14 @@ class Regression(Problem):
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
         return super().answer_columns(outputs.flatten(2), [answer.flatten(1) for answer in ensemble])
+
+
+def distances_by_points(outputs: Tensor, log_variances: Tensor, y: Tensor) -> Tensor:
+    """What one network reaches with a list of answers: the squared distance from y [b, 1] to the closest of 1, 2, ..
+    points of the Gaussian that a member [M, b, 1] gives, summed over examples, mean over members -> [MOST_POINTS]."""
+    scale = (log_variances / 2).exp().expand_as(outputs)
+    closest = [(outputs + scale * points_of_normal(k) - y).square().amin(-1) for k in range(1, MOST_POINTS + 1)]
+    return torch.stack(closest).sum(-1).mean(-1)
 
 
 def closest_displacements(outputs: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -151,7 +151,9 @@ def _equivalents(document: Document, row: str, scaled: str) -> dict[int, float]:
 def read_value(result: dict[str, Any], metric: str, num_members: int) -> Any:
     """The value of a metric in what a document keeps of a run; None if it has none."""
     values, index = result.get("members", ()), -1
-    if metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
+    if metric == "distortion_of_points":  # of as many as the table has hypotheses
+        values, index = result.get("distortion_by_points", ()), num_members - 1
+    elif metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
         values, index = result.get(metric.replace("top_m", "top_k"), ()), num_members - 1
     elif match := MEMBER.match(metric):
         index = int(match[1])

@@ -19,6 +19,7 @@ from mheads.problems.base import ANSWERS
 ADDED = (
     *("members", "top_m", "top_m_single", "train_loss", "member_train_loss", "evenness"),
     *("iterations", "parameters", "seconds", "peak_memory", "learning_entropy", "dee", "dee_scaled"),
+    "distortion_of_points",
 )
 MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
 

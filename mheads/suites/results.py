@@ -1,6 +1,6 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "cost_figure",
+{"suite", "about", "recipe", "members", "scale", "validation", "test", "test_share", "independent", "cost_figure",
  "overrides", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper", "cost", "best_of", "by"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
@@ -30,7 +30,7 @@ from mheads.suites.jobs import Options
 from mheads.suites.metric_names import check_shown, read_figure
 from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.run_entries import check_same_marks, digest_job, has_local_files
-from mheads.suites.suite import SUITES
+from mheads.suites.suite import SUITES, RecipeChanges
 
 Document = dict[str, Any]
 
@@ -42,6 +42,7 @@ def file_name(suite: str, options: Options) -> str:
 def make_document(table: ExpandedSuite, planner: Planner) -> Document:
     """The document without runs."""
     options, suite = planner.options, table.suite
+    changes = suite.recipes.get(options.short, RecipeChanges())
     jobs = {row.name: planner.job(suite, row.name, options.seed) for row in table.rows}
     rows: list[dict[str, Any]] = []
     for row in table.rows:
@@ -59,6 +60,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         "scale": options.scale,
         "validation": options.validation,
         **({"test": True} if options.test else {}),
+        **({"test_share": changes.test_share} if changes.test_share else {}),
         **({"independent": suite.independent} if suite.independent else {}),
         **({"cost_figure": suite.cost_figure} if suite.cost_figure else {}),
         "overrides": [hide_local_paths(override) for override in options.overrides],
@@ -210,6 +212,7 @@ class _Document(_Model):
     scale: float
     validation: int
     test: bool = False
+    test_share: float = 0.0
     independent: str = ""
     cost_figure: list[str] = []
     overrides: list[str]

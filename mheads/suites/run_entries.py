@@ -148,7 +148,9 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
             numbers[key] = value
     for who, values in result.get("top_k", {}).items():
         numbers["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
-    numbers |= {key: result[key] for key in ("nll_by_members", "nll_by_members_scaled") if key in result}
+    numbers |= {
+        key: result[key] for key in ("nll_by_members", "nll_by_members_scaled", "distortion_by_points") if key in result
+    }
     steps = folder.read_log().steps
     late = [line for line in steps if line["iteration"] > result["iterations"] - iterations / 10] or steps[-1:]
     if late:

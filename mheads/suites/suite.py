@@ -65,6 +65,7 @@ class RecipeChanges(BaseModel):
     base: str | None = None  # the recipe that `set` makes this one of, where it is none by itself
     set: list[str] = []
     trials: Annotated[int | None, Field(ge=1)] = None  # at most: a table may have few splits
+    test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the examples, if a trial is a split of the same data set
     validation: Annotated[int, Field(ge=0)] = 0  # training examples that are held out unless the command says how many
     folder: Annotated[str | None, Field(pattern=r"^[\w-]+$")] = (
         None  # of its runs, since they are not those of other suites

@@ -78,7 +78,7 @@ def claims_table(document: Document) -> Table | None:
         return None
     rows = [[claim.claim, claim.word, claim.figures] for claim in claims]
     caption = "What is claimed, and what our runs say of it"
-    return Table(caption, ["claim", "here", "figures"], text_rows(rows), note=describe_test(claims))
+    return Table(caption, ["claim", "here", "figures"], text_rows(rows), note=describe_test(document, claims))
 
 
 def show_document(document: Document) -> RenderableType:

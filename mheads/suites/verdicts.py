@@ -22,10 +22,11 @@ from mheads.suites.findings import Document, by_seed, higher_is_better, in_perce
 LEVEL = 0.05
 TEST = (
     f"Claims are tested by a paired t-test over the seeds that their rows share, two-sided at {100 * LEVEL:g} %: the "
-    "differences seed by seed against 0. A claim holds or does not hold where they are told from 0, and is within "
-    "noise where they are not; neighbours of an order are tested one by one, and what is about equal against both ends "
-    "of its tolerance. Differences that are the same in every seed have no variance, and a sign test takes its place. "
-    "One seed shows where the first figure lies from the second, and proves nothing."
+    "differences seed by seed against 0. A claim holds or does not hold where they differ significantly from 0, and is "
+    "within noise where they do not; neighbours of an order are tested one by one, and what is about equal against "
+    "both ends of its tolerance. Trials that are splits of one data set share training examples; the variance is then "
+    "larger, as Nadeau and Bengio (2003) correct it. Differences that are the same in every seed have no variance, and "
+    "a sign test takes its place. One seed shows where the first figure lies from the second, and proves nothing."
 )
 TEXTS = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
 MOST_OPEN = 1  # claims that have a line each
@@ -51,10 +52,11 @@ class _Margins:
     values: np.ndarray
     strict: bool = True
     exact: bool = False  # there is no noise in them
+    test_share: float = 0.0  # of the examples, where trials are splits: see `p_value`
 
     @classmethod
-    def from_values(cls, margins: Any, strict: bool = True, exact: bool = False) -> _Margins:
-        return cls(np.round(np.asarray(margins, float), DECIMALS), strict, exact)
+    def from_values(cls, document: Document, margins: Any, strict: bool = True, exact: bool = False) -> _Margins:
+        return cls(np.round(np.asarray(margins, float), DECIMALS), strict, exact, document.get("test_share", 0.0))
 
     @property
     def agree(self) -> bool:
@@ -62,7 +64,7 @@ class _Margins:
         return bool((means > 0).all() if self.strict else (means >= 0).all())
 
     def p_values(self) -> list[float]:
-        return [p_value(margin) for margin in self.values]
+        return [p_value(margin, self.test_share) for margin in self.values]
 
     def word(self) -> str:
         if self.exact:
@@ -77,12 +79,17 @@ class _Margins:
         return int(np.sign(margin.mean())) if p < LEVEL else 0
 
 
-def p_value(margin: np.ndarray) -> float:
-    """How probable such differences [seeds], or larger ones either way, are if there is none."""
-    from scipy.stats import ttest_1samp
+def p_value(margin: np.ndarray, test_share: float = 0.0) -> float:
+    """How probable such differences [seeds], or larger ones either way, are if there is none: a paired t-test.
+
+    Trials that are random splits of one data set, each tested on `test_share` of it, share training examples. The
+    variance of their mean is then not s^2 / n but s^2 (1 / n + n_test / n_train) (Nadeau and Bengio 2003).
+    """
+    from scipy.stats import t
 
     if np.ptp(margin) > 0:
-        return float(ttest_1samp(margin, 0).pvalue)
+        variance = margin.var(ddof=1) * (1 / len(margin) + test_share / (1 - test_share))
+        return float(2 * t.sf(abs(margin.mean()) / np.sqrt(variance), len(margin) - 1))
     return 2.0 ** (1 - len(margin)) if margin.any() else 1.0
 
 
@@ -99,7 +106,7 @@ def verdicts(document: Document) -> list[Verdict]:
     return [*(verdict for verdict in all_verdicts if verdict.agrees is not None), together]
 
 
-def describe_test(claims: Sequence[Verdict]) -> str:
+def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
     """By what test, of how many seeds, the verdicts of a table are; empty if it has none."""
     counts = sorted({verdict.num_seeds for verdict in claims if verdict.num_seeds})
     if not counts:
@@ -107,7 +114,8 @@ def describe_test(claims: Sequence[Verdict]) -> str:
     if counts == [1]:
         return "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
     several = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    return f"By a paired t-test over seeds (n = {several}), two-sided at {100 * LEVEL:g} %."
+    trials = "splits, corrected for their overlap" if document.get("test_share") else "seeds"
+    return f"By a paired t-test over {trials} (n = {several}), two-sided at {100 * LEVEL:g} %."
 
 
 def _order(document: Document, claim: dict[str, Any]) -> Verdict:
@@ -126,7 +134,7 @@ def _order(document: Document, claim: dict[str, Any]) -> Verdict:
     figures = ", ".join([*map(" ".join, zip(trials, shown, strict=True)), *missing])
     if len(trials) < 2:
         return Verdict(text, "open", figures)
-    margins = _Margins.from_values((-1 if higher else 1) * np.diff(values, axis=0), exact=metric in EXACT)
+    margins = _Margins.from_values(document, (-1 if higher else 1) * np.diff(values, axis=0), exact=metric in EXACT)
     signs = [0 if a == b else np.sign(m) for m, (a, b) in zip(margins.values[:, 0], pairwise(means), strict=True)]
     so_far = " so far" if missing else ""
     in_order = f"in this order{' but for ties' if 0 in signs else ''}{so_far}"
@@ -183,10 +191,12 @@ def _relation_margins(
     exact = all(metric in EXACT for term in terms.values() for _, metric in term.parts)
     if relation == "about":
         allowed = within * np.abs(right)
-        return _Margins.from_values([right + allowed - left, left - right + allowed], strict=False, exact=exact)
+        return _Margins.from_values(
+            document, [right + allowed - left, left - right + allowed], strict=False, exact=exact
+        )
     better = 1 if higher_is_better(document, terms["left"].metric) else -1
     sign = {"above": 1, "below": -1, "better": better, "no worse": better}.get(relation, -better)
-    return _Margins.from_values([sign * (left - right)], not relation.startswith("no "), exact)
+    return _Margins.from_values(document, [sign * (left - right)], not relation.startswith("no "), exact)
 
 
 def _judge(

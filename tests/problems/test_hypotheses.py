@@ -14,7 +14,7 @@ import mheads
 from mheads import TreeNet, UserError, fit, losses, with_scores
 from mheads.networks.mlp import mlp
 from mheads.problems import Regression
-from mheads.problems.densities import GRID, KernelChoice, Kernels
+from mheads.problems.densities import GRID, KernelChoice, Kernels, points_of_normal
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 3)).astype(np.float32)
@@ -267,3 +267,48 @@ def test_facts_of_numbers_go_to_disk_and_back():
     problem = Regression(8, (4, 2), tuple(range(8)), tuple(range(1, 9)), True)
     assert Regression.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
     assert Regression(3).to_dict() == {"name": "regression", "num_values": 3}  # as older versions wrote it
+
+
+# J. Max, Quantizing for minimum distortion, 1960: the points above 0, and the mean squared distance.
+MAX = {
+    1: ([], 1.0),
+    2: ([0.7980], 0.3634),
+    3: ([1.224], 0.1902),
+    5: ([0.7646, 1.724], 0.07994),
+    8: ([0.2451, 0.7560, 1.344, 2.152], 0.03454),
+}
+
+
+@pytest.mark.parametrize("count", MAX)
+def test_points_stand_for_a_normal_distribution_as_in_the_table_of_max(count):
+    above, distortion = MAX[count]
+    expected = [-x for x in above[::-1]] + [0.0] * (count % 2) + above
+    assert points_of_normal(count).numpy() == pytest.approx(expected, abs=1e-3)
+    draws = stats.norm.ppf((np.arange(100_000) + 0.5) / 100_000)
+    distances = (draws[:, None] - points_of_normal(count).numpy()) ** 2
+    assert distances.min(1).mean() == pytest.approx(distortion, rel=2e-3)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_points_of_the_density_of_a_member_are_measured_as_numpy_does(learned):
+    outputs, y = RNG.normal(size=(3, 50, 1)), RNG.normal(size=(50, 1))
+    scales = np.exp(RNG.normal(size=(3, 50, 1))) if learned else np.full((3, 50, 1), 0.4)
+    problem = Regression(1, kernels=None if learned else Kernels({"nll": 0.4, "nll_voronoi": 7.0}))
+    metrics = problem.metrics(3)
+    for part in (slice(0, 20), slice(20, 50)):
+        variances = torch.tensor(2 * np.log(scales[:, part])) if learned else None
+        metrics.update(torch.tensor(outputs[:, part]), torch.tensor(y[part]), None, variances)
+    by_points = metrics.result().distortion_by_points
+    assert len(by_points) == 10
+    for k in (1, 2, 5, 10):
+        points = outputs + scales * points_of_normal(k).numpy()  # [M, N, k]
+        assert by_points[k - 1] == pytest.approx(((points - y) ** 2).min(-1).mean(), rel=1e-9)
+    again = json.loads(json.dumps(metrics.result().to_dict()))
+    assert again["distortion_by_points"] == pytest.approx(by_points, rel=1e-5)
+
+
+def test_points_are_of_one_number_and_of_a_density():
+    outputs = torch.zeros(2, 4, 3)
+    for metrics, width in ((Regression(3, kernels=Kernels({"nll": 1.0})).metrics(2), 3), (Regression(1).metrics(2), 1)):
+        metrics.update(outputs[..., :width], torch.zeros(4, width))
+        assert metrics.result().distortion_by_points is None

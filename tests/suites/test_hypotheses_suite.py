@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from mheads.suites import findings
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
 from mheads.suites.suite import read_suite
@@ -14,7 +15,7 @@ def test_every_recipe_of_the_suite_gives_its_rows_a_run():
     features = {"yacht": 6, "boston": 13, "protein": 9}
     for recipe in suite.own_recipes:
         planner = Planner(Options(recipe))
-        for row in planner.expand(suite).names:
+        for row in [row.name for row in planner.expand(suite).rows if row.from_ is None]:
             job = planner.job(suite, row, 3)
             config = job.config
             assert job.path.parts[-2:] == (recipe, f"{row}-seed3") and config.seed == 3
@@ -30,9 +31,14 @@ recipe: [sail]
 metrics: [distortion, nll]
 rows:
   - {name: one, set: [members=1, split=null, loss=independent]}
+  - {name: points, from: one, metrics: {distortion: distortion_of_points}}
   - {name: mcl}
 recipes:
-  sail: {base: uci, trials: 2, set: [data.table=sail, data.fold=<seed>, data.calibration=5, "model_args={features: 2}"]}
+  sail:
+    base: uci
+    trials: 2
+    test_share: 0.2
+    set: [data.table=sail, data.fold=<seed>, data.calibration=5, "model_args={features: 2}"]
 """
 
 
@@ -56,3 +62,8 @@ def test_trials_are_splits_of_a_table_and_no_more_than_there_are(mheads, tmp_pat
         assert [run["seed"] for run in runs] == [0, 1]
         assert len({run["marks"]["data"] for run in runs}) == 2  # each on its split
         assert runs[0]["result"]["nll"] != runs[1]["result"]["nll"]
+    assert document["test_share"] == 0.2 and document["members"] == 5
+    one = [run["result"] for run in document["runs"]["one"]]
+    points = findings.by_seed(document, "points", "distortion")
+    assert points == {seed: result["distortion_by_points"][4] for seed, result in enumerate(one)}
+    assert all(points[seed] < result["distortion"] for seed, result in enumerate(one))

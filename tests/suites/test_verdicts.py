@@ -135,6 +135,14 @@ def test_what_no_seed_changes_needs_no_test(seeds):
     assert (verdict.word, verdict.figures) == ("holds", "bb.parameters 20.00, a.parameters 10.00")
 
 
+def test_splits_of_one_data_set_are_tested_with_the_variance_that_their_overlap_leaves():
+    # n = 10: mean 1, std 1.054, t = 3.0, p = 0.015; with 1 / 10 + 0.2 / 0.8 for 1 / 10, t = 1.60, p = 0.14.
+    splits = {"a": [91.0 + (-1) ** i for i in range(10)], "b": [90.0] * 10}
+    for share, word, p in ((0.0, "holds", "p = 0.015"), (0.2, "within noise", "p = 0.14")):
+        (verdict,) = verdicts(document(splits, claim("better"), test_share=share))
+        assert verdict.word == word and verdict.figures.endswith(p)
+
+
 def written(found):
     return markdown(found | {"suite": "s", "recipe": "r", "members": 2, "command": "c"})
 
@@ -146,6 +154,8 @@ def test_a_page_names_the_test_its_level_and_the_number_of_seeds(monkeypatch):
     )
     text = written(document({"a": FAR, "b": EVEN}, claim("better"), claim("above", "a.oracle")))
     assert "By a paired t-test over seeds (n = 3), two-sided at 5 %." in text
+    text = written(document({"a": FAR, "b": EVEN}, claim("better"), test_share=0.1))
+    assert "By a paired t-test over splits, corrected for their overlap (n = 3), two-sided at 5 %." in text
     text = written(document({"a": FAR, "b": EVEN[:2]}, claim("better"), claim("above", "90")))
     assert "(n = 2 to 3)" in text
     assert "t-test" not in written(document({"a": FAR, "b": EVEN}))

@@ -94,10 +94,11 @@ def load_documents(suite: str, test: bool) -> dict[str, results.Document]:
 
 def make(page: Page, metrics: tuple[str, ...]) -> str:
     """The Markdown of a table: of each row the first of these metrics that it has, the lowest mean in bold."""
-    heads = page.rows.values()
-    lines = [f"| | n | {' | '.join(heads)} |", f"| --- | ---:{' | ---:' * len(heads)} |"]
+    documents = load_documents(page.suite, page.test)
+    rows = {row: head for row, head in page.rows.items() if any(_values(d, row, metrics) for d in documents.values())}
+    lines = [f"| | n | {' | '.join(rows.values())} |", f"| --- | ---:{' | ---:' * len(rows)} |"]
     figures: dict[str, dict[str, dict[int, float]]] = {}  # by recipe, row and seed
-    for recipe, document in load_documents(page.suite, page.test).items():
+    for recipe, document in documents.items():
         known = {row: values for row in page.rows if (values := _values(document, row, metrics))}
         if not known:
             continue
@@ -105,7 +106,7 @@ def make(page: Page, metrics: tuple[str, ...]) -> str:
         figures[recipe] = {row: {seed: values[seed] for seed in seeds} for row, values in known.items()}
         means = {row: np.mean([*values.values()]) for row, values in figures[recipe].items()}
         best = min(means, key=means.__getitem__)
-        cells = [_cell([*figures[recipe][row].values()], row == best) if row in known else "" for row in page.rows]
+        cells = [_cell([*figures[recipe][row].values()], row == best) if row in known else "" for row in rows]
         lines.append(f"| {recipe} | {len(seeds)} | {' | '.join(cells)} |")
     complete = [known for known in figures.values() if len(known) == len(page.rows)]
     if page.beside is not None and complete:
@@ -116,6 +117,9 @@ def make(page: Page, metrics: tuple[str, ...]) -> str:
 
 
 def _values(document: results.Document, row: str, metrics: tuple[str, ...]) -> dict[int, float]:
+    shown = next((entry.get("metrics", {}) for entry in document["rows"] if entry["name"] == row), {})
+    if shown and not shown.keys() & {*metrics}:  # a run in another light, which this table does not show
+        return {}
     return next((values for metric in metrics if (values := findings.by_seed(document, row, metric))), {})
 
 

@@ -163,6 +163,20 @@ def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
     assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn
 
 
+def test_thresholds_of_one_network_are_a_list_of_masks(mheads, tmp_path, capsys):
+    folder = tmp_path / "alone"
+    mheads(
+        "train", "ambiguous_masks", "members=1", "split=null", "loss=independent", "optim.iterations=60", "-f", folder
+    )
+    example = runpy.run_path(str(ROOT / "examples/masks_by_threshold.py"), run_name="example")
+    example["main"]([str(folder)])
+    oracle = float(capsys.readouterr().out.split()[-2])
+    alone = package.load(folder).result.oracle
+    assert alone + 5 < oracle < 100
+    example["main"].__globals__["MASKS"] = 1  # the level 1/2 alone: the answer itself
+    assert example["oracle_of_thresholds"](package.load(folder)) == pytest.approx(alone, abs=0.01)
+
+
 def test_dead_members_are_counted(capsys):
     example = runpy.run_path(str(ROOT / "examples/dead_members.py"), run_name="example")
     names = example["main"].__globals__

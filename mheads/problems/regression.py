@@ -26,7 +26,7 @@ from mheads.problems.densities import (
     points_of_normal,
 )
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.metrics import weighted_mean
+from mheads.problems.metrics import owner_of, weighted_mean
 from mheads.problems.result import Result, by_predictor
 
 MOST_POINTS = 10  # in `distortion_by_points`
@@ -111,13 +111,12 @@ class RegressionMetrics:
         squares, distances = squared_errors(predictors, y), absolute_errors(predictors, y)  # [predictors, b]
         spreads = squared_errors(outputs, mean).mean(0)
         self.examples += len(y)
-        best, owner = squares[:m].nan_to_num(nan=math.inf).min(0)
-        nearest = distances[:m].nan_to_num(nan=math.inf).amin(0)
+        owner, owned = owner_of(squares[:m])
+        best, nearest = (_nan_to_inf(errors[:m]).amin(0) for errors in (squares, distances))
         self._squares += torch.cat([squares, best[None]]).sum(1)
         self._distances += torch.cat([distances, nearest[None]]).sum(1)
         self._spread += spreads.sum().item()
-        owned = owner[~squares[:m].isnan().all(0)]
-        self._ownership += torch.bincount(owned, minlength=len(self._ownership))
+        self._ownership += torch.bincount(owner[owned], minlength=len(self._ownership))
 
         pair = torch.stack([spreads, squares[m]]).sqrt()
         self._first = self._first or (y[0], pair[:, :1])
@@ -325,5 +324,9 @@ def distances_by_points(outputs: Tensor, log_variances: Tensor, y: Tensor) -> Te
 
 def closest_displacements(outputs: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """How far the closest of M trajectories [T, d] is, by the mean over its points and by its last one -> [2, b]."""
-    distances = (outputs - y).unflatten(-1, shape).norm(dim=-1).nan_to_num(nan=math.inf)  # [M, b, T]
+    distances = _nan_to_inf((outputs - y).unflatten(-1, shape).norm(dim=-1))  # [M, b, T]
     return torch.stack([distances.mean(-1), distances[..., -1]]).amin(1)
+
+
+def _nan_to_inf(errors: Tensor) -> Tensor:
+    return errors.nan_to_num(nan=math.inf, posinf=math.inf)  # which would else be the largest finite number

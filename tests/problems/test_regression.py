@@ -235,3 +235,31 @@ def test_a_regression_run_is_evaluated_and_asked_by_commands(recipe, tmp_path, m
     assert answers.code == 0
     assert "member 2" in answers.out
     assert len([line for line in answers.out.splitlines() if line.strip()[:1] in ("0", "1")]) == 2
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return x.abs().exp()
+
+
+@pytest.mark.filterwarnings("ignore")  # of inputs and answers that are this large
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["numbers", "trajectories"])
+def test_an_example_on_which_all_members_are_infinite_leaves_a_result_that_can_be_read(shape):
+    def network():
+        return nn.Sequential(nn.Linear(3, 4), Exponential())
+
+    x, y = X.copy(), np.tile(Y, 2).reshape(-1, *shape)
+    x[-1] = 1e6
+    run = mheads.fit(
+        mheads.TreeNet(network, members=2),
+        train=(x[:200], y[:200]),
+        test=(x[200:], y[200:]),
+        iterations=3,
+        lr=0.001,
+        show=False,
+    )
+    result = json.loads((run.folder / "result.json").read_text())
+    infinite = [result["oracle"], result["mae"]["oracle"], result["r2"]["oracle"], result["distortion"]]
+    assert infinite == [None] * 4
+    assert [result.get("min_ade"), result.get("min_fde")] == [None] * 2
+    assert sum(map(sum, result["ownership"])) == 40  # as an infinite error is one

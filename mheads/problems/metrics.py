@@ -129,11 +129,11 @@ class ClassificationMetrics:
             together, their_losses = [score.softmax(-1)], [-_of_class(score.log_softmax(-1), y)]
         else:
             together = [mean_members(probabilities)]
-            their_losses = [math.log(self.members) - torch.logsumexp(-losses, 0)]  # no underflow to log 0
+            their_losses = [-log_mean(-losses)]
         if weights is not None:
             weights = weights.detach().cpu()
             together.append(weighted_mean(probabilities, weights))
-            their_losses.append(-torch.logsumexp(weights.log() - losses, 0))
+            their_losses.append(-log_mean(-losses, weights))
 
         member_ranks = _rank(logits, y)
         ranks = torch.cat([member_ranks, *(_rank(p, y)[None] for p in together)])
@@ -268,7 +268,7 @@ def subsets(members: int, size: int) -> list[tuple[int, ...]]:
 def losses_by_members(losses: Tensor) -> list[Tensor]:
     """-log of the mean probability of 1, 2, .. members, mean over subsets: losses [M, b] -> [b] for each number."""
     return [
-        torch.stack([math.log(size) - torch.logsumexp(-losses[[*chosen]], 0) for chosen in chosen_of_size]).mean(0)
+        torch.stack([-log_mean(-losses[[*chosen]]) for chosen in chosen_of_size]).mean(0)
         for size in range(1, min(len(losses), MOST_TOGETHER) + 1)
         for chosen_of_size in [subsets(len(losses), size)]
     ]
@@ -284,6 +284,15 @@ def _sum_members(values: Tensor) -> Tensor:
     for m in range(1, len(values)):  # one by one: torch.export cannot load the rest of one member, which is empty
         total += values[m]
     return total
+
+
+def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The logarithm of the mean of members' probabilities, from their logarithms: [M, b, ...] -> [b, ...], where no
+    probability underflows to 0; of the mean by weights [M, b], if there are some."""
+    if weights is None:
+        return torch.logsumexp(logs, 0) - math.log(len(logs))
+    log_weights = weights.to(logs.dtype).log()
+    return torch.logsumexp(logs + log_weights.reshape(*weights.shape, *[1] * (logs.dim() - 2)), 0)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

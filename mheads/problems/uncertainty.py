@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.problems.metrics import MOST_TOGETHER, compute, subsets, weighted_mean
+from mheads.problems.metrics import MOST_TOGETHER, compute, log_mean, subsets
 from mheads.problems.result import TOGETHER
 
 LARGEST_TEMPERATURE = 1000.0  # and its inverse the smallest: scores that are always right ask for 0
@@ -29,9 +29,10 @@ def fit_temperature(scores: Tensor | np.ndarray, y: Tensor | np.ndarray) -> floa
 
     z = torch.as_tensor(scores).double()
     true = z[torch.arange(len(z)), torch.as_tensor(y)]
+    finite = z.clamp(min=torch.finfo(z.dtype).min)  # 0 * -inf, of a class that is masked, would be NaN
 
     def slope(b: float) -> float:
-        return float(((b * z).softmax(-1) * z).sum(-1).sub(true).mean())
+        return float(((b * z).softmax(-1) * finite).sum(-1).sub(true).mean())
 
     low, high = 1 / LARGEST_TEMPERATURE, LARGEST_TEMPERATURE
     if not math.isfinite(slope(1.0)):
@@ -53,9 +54,9 @@ class EnsembleOutputs(NamedTuple):
         """Scores [N, C] of each predictor: of every member (`single`), and of what members answer together."""
         logits = self.logits.double()
         logs = logits.log_softmax(-1)
-        together = [logits.mean(0) if self.of_scores else torch.logsumexp(logs, 0) - math.log(len(logits))]
+        together = [logits.mean(0) if self.of_scores else log_mean(logs)]
         if self.weights is not None:
-            together.append(weighted_mean(logs.exp(), self.weights).log())
+            together.append(log_mean(logs, self.weights))
         return {"single": [*logits], **{name: [scores] for name, scores in zip(TOGETHER, together, strict=False)}}
 
 
@@ -161,6 +162,6 @@ def deep_ensemble_equivalent(nll: float, independent: Sequence[float]) -> float:
     if nll >= independent[0]:
         return 1.0
     for count, (before, after) in enumerate(pairwise(independent), 1):
-        if after <= nll:
-            return count + (before - nll) / (before - after)
+        if after <= nll:  # nothing is linear from infinity on
+            return count + (1.0 if math.isinf(before) else (before - nll) / (before - after))
     return math.inf

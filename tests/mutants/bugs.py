@@ -1162,8 +1162,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "the likelihood of the mean is that of the sum",
-                    "[math.log(self.members) - torch.logsumexp(-losses, 0)]",
-                    "[-torch.logsumexp(-losses, 0)]",
+                    "torch.logsumexp(logs, 0) - math.log(len(logs))",
+                    "torch.logsumexp(logs, 0)",
                 ),
                 Bug(
                     "members are paired with themselves",

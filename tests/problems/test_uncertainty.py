@@ -19,6 +19,7 @@ from mheads.problems.uncertainty import (
     fpr_at,
     measure_other_data,
     measure_scaled,
+    measure_shifted,
 )
 
 M, N, C = 4, 400, 5
@@ -142,3 +143,31 @@ def test_auroc_and_fpr95_are_those_of_scikit_learn_also_with_ties():
 def test_the_deep_ensemble_equivalent_is_linear_between_numbers_of_members(nll, members):
     assert deep_ensemble_equivalent(nll, [0.8, 0.6, 0.55, 0.525]) == pytest.approx(members)
     assert math.isnan(deep_ensemble_equivalent(math.nan, [0.8, 0.6]))
+
+
+def test_the_deep_ensemble_equivalent_of_members_that_are_infinitely_unlikely_alone():
+    """As where they are masked, or never right: from infinity on there is no line, so the next number counts."""
+    assert deep_ensemble_equivalent(0.5, [math.inf, 0.4]) == 2
+    assert deep_ensemble_equivalent(0.5, [math.inf, math.inf, 0.6, 0.4]) == 3.5
+    assert deep_ensemble_equivalent(math.inf, [math.inf, 0.4]) == 1
+
+
+def test_scored_members_that_are_nearly_certain_have_finite_likelihoods():
+    """exp(-2000) is 0 as a float, but the logarithm of the weighted mean is a number, and the same everywhere."""
+    logits = torch.tensor([[[0.0, 2000.0, 3.0], [5.0, 0.0, 0.0]], [[0.0, 2500.0, 0.0], [0.0, 1.0, 0.0]]]).double()
+    weights, y = torch.tensor([[0.25, 0.5], [0.75, 0.5]]), torch.tensor([0, 0])
+    metrics = ClassificationMetrics(2, 3, scored=True)
+    metrics.update(logits, y, weights)
+    outputs = EnsembleOutputs(logits, weights)
+    expected = metrics.result().nll
+    assert expected["ensemble_scored"] > 900
+    assert measure_shifted(outputs, y)["nll_shifted"] == pytest.approx(expected, abs=1e-9)
+    scaled = measure_scaled(outputs, y, outputs, y)
+    assert all(map(math.isfinite, [*scaled["temperature"].values(), *scaled["nll_scaled"].values()]))
+
+
+def test_a_masked_class_has_no_part_in_a_temperature():
+    """A network that gives it -inf, so that its probability is 0."""
+    masked = np.concatenate([HELD_OUT[0], np.full((N, 1), -np.inf)], 1)
+    assert fit_temperature(masked, Y_HELD_OUT) == pytest.approx(fit_temperature(HELD_OUT[0], Y_HELD_OUT), abs=1e-9)
+    assert math.isnan(fit_temperature(masked, np.full(N, C)))  # no temperature makes it possible

@@ -302,7 +302,7 @@ class Regression(Problem):
                 ("spread", f"{result.spread:.4g}, its correlation with the error {result.spread_correlation:.2f}"),
             ]
         if "mae" in summary:  # runs of older versions have none
-            rows += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
+            rows += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4g", ""))]
         names = {"distortion": "distortion", "min_ade": "minADE", "min_fde": "minFDE"}
         names |= {"nll": "NLL", "nll_voronoi": "NLL, Voronoi"}
         return rows + [(text, number(summary[key], ".4g")) for key, text in names.items() if key in summary]

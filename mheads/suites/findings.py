@@ -13,18 +13,12 @@ from mheads import problems
 from mheads.config import read as configs
 from mheads.config import schema
 from mheads.problems.baselines import near_chance
-from mheads.problems.metric_text import label, number
+from mheads.problems.metric_text import HIGHER, LOWER, begins, label, number
 from mheads.problems.uncertainty import deep_ensemble_equivalent
 from mheads.suites.metric_names import MEMBER, read_figure
 
 Document = dict[str, Any]
 NOT_RUN = "not run"
-# What is better whatever the problem; the others follow it.
-LOWER = (
-    *("train_loss", "member_train_loss", "nll", "calibration_error", "brier", "temperature", "fpr95", "mae"),
-    *("seconds", "peak_memory", "parameters", "iterations"),
-)
-HIGHER = ("dee", "auroc", "evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
 
 
 class Trials(NamedTuple):
@@ -220,7 +214,7 @@ def _is_other_run(key: str) -> bool:
 def higher_is_better(document: Document, metric: str) -> bool:
     """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
     for names, higher in ((LOWER, False), (HIGHER, True)):
-        if any(metric == name or metric.startswith(f"{name}_") for name in names):
+        if any(begins(metric, name) for name in names):
             return higher
     return in_percent(document)
 

@@ -321,7 +321,7 @@ def test_errors_are_shown_in_four_digits():
     assert findings.format_paper(found, "a", "oracle") == "0.00512 ± 0.0001"
     assert findings.format_difference(found, "a", "oracle") == "+0.00113"
     assert findings.format_ours(found, "a", "members") == "0.01235 2.5"
-    assert findings.format_ours(found, "a", "parameters").startswith("123456.00")
+    assert findings.format_ours(found, "a", "parameters").startswith("123,456")
 
 
 def test_a_range_of_the_paper_stands_beside_ours():

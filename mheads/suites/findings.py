@@ -14,6 +14,7 @@ from mheads.config import read as configs
 from mheads.config import schema
 from mheads.problems.baselines import near_chance
 from mheads.problems.metric_text import HIGHER, LOWER, begins, label, number
+from mheads.problems.metrics import LEAST_K
 from mheads.problems.uncertainty import deep_ensemble_equivalent
 from mheads.suites.metric_names import MEMBER, read_figure
 
@@ -149,6 +150,8 @@ def read_value(result: dict[str, Any], metric: str, num_members: int) -> Any:
         values, index = result.get("distortion_by_points", ()), num_members - 1
     elif metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
         values, index = result.get(metric.replace("top_m", "top_k"), ()), num_members - 1
+        if len(values) == num_members and (num_members < LEAST_K or values[index] == 100):
+            return None  # these are all classes: a list of LEAST_K or more may have them, a shorter one does
     elif match := MEMBER.match(metric):
         index = int(match[1])
     else:

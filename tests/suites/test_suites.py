@@ -596,3 +596,17 @@ def test_a_claim_may_compare_with_a_number():
         assert (verdict.agrees, verdict.figures) == (holds, "a.oracle 3.00")
     with pytest.raises(ValueError, match=r"left is 50: give row.metric there"):
         Claim.model_validate({"left": "50", "is": "above", "right": "a.oracle"})
+
+
+@pytest.mark.parametrize(
+    ("top_k", "members", "value"),
+    [
+        ([80.0, 95.0, 100.0], 3, None),  # of three classes
+        ([80.0, 95.0, 99.0], 3, None),  # where some answers were NaN
+        ([80.0, 95.0, 100.0], 2, 95.0),
+        ([80.0 + k for k in range(10)], 10, 89.0),  # of more classes than are kept
+        ([*range(90, 99), 100.0], 10, None),  # of ten
+    ],
+)
+def test_as_many_guesses_as_there_are_classes_compare_with_no_oracle(top_k, members, value):
+    assert findings.read_value({"top_k": top_k}, "top_m", members) == value

@@ -20,7 +20,7 @@ from mheads.report.charts.over_training import chart_losses, chart_measures
 from mheads.report.charts.overlaps import Hidden, find_hidden_parts, name_equal_lines
 from mheads.report.figures import draw, figure
 from mheads.report.figures.figure import save
-from mheads.report.figures.suite_costs import draw_costs
+from mheads.report.figures.suite_costs import draw_costs, find_limits
 from mheads.report.figures.suite_rows import draw_suite
 from mheads.report.page import svg
 
@@ -248,6 +248,63 @@ def test_costs_of_a_suite_are_multiples_of_those_of_its_first_row():
     panel = draw_costs(["of unknown cost", "not run", "four", "one"], *turned, "a suite").axes[0]
     assert [tuple(bar[0].get_xydata()[0]) for bar in panel.containers] == [(8, 82), (2, 80)]
     assert panel.get_xlabel() == "training FLOP, not run = 1"
+
+
+def test_no_two_rows_of_a_figure_against_costs_look_alike():
+    rows, points = [f"row {i}" for i in range(20)], [(80.0, None, None, None)] * 20
+    panel = draw_costs(rows, {"Ensemble-Mean": points}, {"training": [1.0] * 20}, "a suite").axes[0]
+    looks = [(bar[0].get_color(), bar[0].get_marker()) for bar in panel.containers]
+    assert len({*looks}) == 20
+
+
+def test_a_row_of_one_seed_is_hollow_and_the_title_says_so():
+    several, one = (80.0, 1.0, 81.0, None), (82.0, None, None, None)
+    panel = draw_suite(["several", "one"], {"Oracle": [several, one]}, "a suite").axes[0]
+    ours, hollow, papers = (bar[0].get_markerfacecolor() for bar in panel.containers[:3])
+    assert hollow == "none" and ours != "none" and papers == "white"
+    assert panel.figure.get_suptitle() == "a suite\nhollow: one seed"
+    assert draw_suite(["several"], {"Oracle": [several]}, "a suite").get_suptitle() == "a suite"
+    costs = draw_costs(["several", "one"], {"Oracle": [several, one]}, {"training": [1.0, 2.0]}, "a suite")
+    assert [bar[0].get_markerfacecolor() == "none" for bar in costs.axes[0].containers] == [False, True]
+    assert "hollow" in costs.get_suptitle()
+
+
+def test_a_row_far_from_all_others_does_not_squeeze_them():
+    means = [91.5, 91.7, 91.9, 92.1, 92.3, 93.0]
+    rows, points = [f"row {i}" for i in range(7)], [(mean, 0.1, None, None) for mean in [*means, 85.6]]
+    assert find_limits(points[:-1]) is None
+    bottom, top = find_limits(points)
+    assert bottom == pytest.approx(91.145) and top == pytest.approx(93.355)
+    assert find_limits([(100.0, None, None, None) for _ in points]) is None
+    panel = draw_costs(rows, {"Ensemble-Mean": points}, {"training": [1.0 + i for i in range(7)]}, "a suite").axes[0]
+    assert panel.get_ylim() == (bottom, top)
+    assert [text.get_text() for text in panel.texts] == ["", "85.6"]  # an arrow, and the value
+    assert panel.figure.legends[0].get_texts()[-1].get_text() == "row 6"
+
+
+def test_the_guesses_of_one_network_stand_beside_the_oracles():
+    def panels(oracle):
+        return {
+            "mean member": [(77.0, None, None, None), (78.0, None, None, None)],
+            "Ensemble-Mean": [(80.0, None, None, None), (78.0, None, None, None)],
+            "Oracle": [(90.0, None, None, None), (oracle, None, None, None)],
+            "top-M": [(97.8, None, None, None), (97.5, None, None, None)],
+        }
+
+    oracles = draw_suite(["four", "one"], panels(78.0), "a suite").axes[2]
+    (line,) = [line for line in oracles.lines if line.get_linestyle() == "--"]
+    assert [*line.get_xdata()] == [97.5, 97.5]
+    assert [text.get_text() for text in oracles.get_legend().get_texts()] == ["top-M of one"]
+    assert draw_suite(["four", "two"], panels(85.0), "a suite").axes[2].get_legend() is None
+
+
+def test_means_that_span_more_than_one_order_have_a_logarithmic_axis():
+    def scale_of(*means, std=0.01):
+        return draw_suite([*"abc"], {"NLL": [(mean, std, None, None) for mean in means]}, "a suite").axes[0]
+
+    assert scale_of(0.4, 1.0, 21.0).get_xscale() == "log"
+    assert scale_of(0.4, 1.0, 7.0).get_xscale() == scale_of(-0.4, 1.0, 21.0).get_xscale() == "linear"
+    assert scale_of(0.4, 1.0, 21.0, std=0.399).get_xlim()[0] == pytest.approx(0.4 / 3)
 
 
 # Losses, and lines that lie on each other.

@@ -174,14 +174,20 @@ class FurtherExamples:
     def __bool__(self) -> bool:
         return self.temperature_from is not None or bool(self.ood or self.shifted)
 
-    def check(self, folder: RunFolder, data: DataFacts, split: str) -> None:
-        """Raises an error before anything is computed."""
+    def check(self, folder: RunFolder, data: DataFacts, split: str, overrides: Sequence[str] = ()) -> None:
+        """Raises an error before anything is computed; the run is measured on a split of the data with `overrides`."""
         if not is_single_label(data.problem):
             raise UserError(
                 f"{folder.path} was trained for {data.problem.name}: temperatures and other data are for runs whose "
                 "examples have one class each"
             )
-        if self.temperature_from == split:
+        if self.temperature_from == "train":
+            raise UserError(
+                "--temperature-from train: the run has learned these examples, and is surer of them than of others; "
+                "give --temperature-from validation, of a run with data.validation"
+            )
+        fitted, measured = (_name_source(configs.read(folder.config, k).data, split) for k in ((), overrides))
+        if self.temperature_from == split and fitted == measured:
             raise UserError(
                 f"--temperature-from {split}: the run is measured on these examples, and would look better than it is; "
                 "give --split test with --temperature-from validation"
@@ -232,6 +238,11 @@ class FurtherExamples:
         return labels
 
 
+def _name_source(data: Any, split: str) -> tuple[Any, ...]:
+    """What a split is read from, by the data keys."""
+    return data.name, data.table, data.test_path if split == "test" and data.test_path else data.path
+
+
 def evaluate_run(
     path: Path,
     outputs_file: Path | None,
@@ -262,7 +273,7 @@ def evaluate_run(
         data, examples, split = load_examples_of_run(folder, overrides, split)
     check_views(config, data.shape, data.problem, data.side)
     if further:
-        further.check(folder, data, split)
+        further.check(folder, data, split, overrides)
     parts: list[tuple[Tensor, Tensor | None, Value]] = []
 
     def keep(outputs: Tensor, weights: Tensor | None, targets: Value) -> None:

@@ -98,6 +98,8 @@ def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, plac
     [
         (["--temperature-from", "validation"], "the run is measured on these examples"),
         (["--temperature-from", "test", "--split", "test"], "would look better than it is"),
+        (["--temperature-from", "train", "--split", "test"], "the run has learned these examples"),
+        (["data.limit=100", "--temperature-from", "test", "--split", "test"], "measured on these examples"),
         (["--temperature-from", "held_out"], "there are train, validation, test"),
         (["--ood", "loss.k=2"], "settings of a finished run cannot be changed; other data to evaluate on is given by"),
         (["--ood", "data.path=none.npz", "--ood", "data.name=npz"], "none.npz"),
@@ -115,6 +117,16 @@ def test_what_cannot_be_measured_is_an_error(mheads, place, given, message):
     done = mheads("eval", place / "run", *(word.format(place=place) for word in given))
     assert done.code == 2 and message.format(place=place) in done.err, done.out + done.err
     assert not (place / "outputs.txt").exists()
+
+
+def test_temperatures_from_the_split_of_one_data_set_measure_that_of_another(mheads, place):
+    """Which have the same name, and no example in common."""
+    other = ["data.name=npz", f"data.path={place / 'shifted.npz'}"]
+    done = mheads("eval", place / "run", *other, "--split", "test", "--temperature-from", "test")
+    assert done.code == 0, done.err
+    held_out, y_held_out = package.outputs_of(place / "run", "test")
+    expected = fit_temperatures(EnsembleOutputs(held_out), y_held_out)["ensemble_mean"][0]
+    assert f" temperature {expected:.3f} " in " ".join(done.out.split())
 
 
 def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place, tmp_path, monkeypatch):

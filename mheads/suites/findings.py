@@ -119,7 +119,7 @@ def _choose(document: Document, entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
-    source = _entry(document, row).get("metrics", {}).get(metric, metric)
+    source = _source(document, row, metric)
     num_members = document.get("members", 0)
     if source.startswith("dee"):
         return _equivalents(document, row, source.removeprefix("dee"))
@@ -127,20 +127,45 @@ def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
     return {seed: value for seed, value in values.items() if value is not None}
 
 
+def _source(document: Document, row: str, metric: str) -> str:
+    """The metric of a run that a row shows in the column of another."""
+    source: str = _entry(document, row).get("metrics", {}).get(metric, metric)
+    return source
+
+
 def _equivalents(document: Document, row: str, scaled: str) -> dict[int, float]:
     """How many members of the row of independent ones, of the same seed, a row is worth: by `deep_ensemble_equivalent`.
 
     What is worth more than all of them counts as all of them.
     """
-    who = _entry(document, row).get("metrics", {}).get("ensemble_mean", "ensemble_mean")
+    likelihoods = _beside_independent(document, row, scaled)
+    return {seed: min(deep_ensemble_equivalent(*pair), len(pair[1])) for seed, pair in likelihoods.items()}
+
+
+def _beside_independent(document: Document, row: str, scaled: str) -> dict[int, tuple[float, list[float]]]:
+    """The negative log-likelihood of a row, and those of 1, 2, .. independent members, by seed."""
+    who = _source(document, row, "ensemble_mean")
     independent = {run["seed"]: run["result"] for run in _runs(document, document.get("independent", ""))}
-    equivalents = {}
+    found = {}
     for run in _runs(document, row):
         nll = run["result"].get(f"nll{scaled}_{who}")
         known = independent.get(run["seed"], {}).get(f"nll_by_members{scaled}")
         if nll is not None and known and None not in known:
-            equivalents[run["seed"]] = min(deep_ensemble_equivalent(nll, known), len(known))
-    return equivalents
+            found[run["seed"]] = nll, known
+    return found
+
+
+def _bound(document: Document, row: str, metric: str) -> str:
+    """What stands for equivalents that are not between one and all independent members in any seed, or nothing."""
+    source = _source(document, row, metric)
+    if not source.startswith("dee"):
+        return ""
+    likelihoods = _beside_independent(document, row, source.removeprefix("dee")).values()
+    if all(nll > known[0] for nll, known in likelihoods):
+        return "< 1"
+    most = {len(known) for _, known in likelihoods}
+    above = len(most) == 1 and all(nll < min(known) for nll, known in likelihoods)
+    return f"> {most.pop()}" if above else ""
 
 
 def read_value(result: dict[str, Any], metric: str, num_members: int) -> Any:
@@ -240,11 +265,13 @@ def format_ours(document: Document, row: str, metric: str) -> str:
     values = trials(document, row, metric)
     if values is None:
         return "" if num_trials(document, row) else NOT_RUN
+    seeds = f" (n = {len(values.values)})" if len(values.values) < num_trials(document, row) else ""
+    if bound := _bound(document, row, metric):
+        return bound + seeds
     figure: dict[str, float | None] = {"mean": values.mean, "std": values.std}
     if len(values.values) > 1 and "min" in (_figure(document, row, metric) or {}):
         figure |= {"min": min(values.values), "max": max(values.values)}
-    fewer = len(values.values) < num_trials(document, row)
-    return _format(figure, metric, percent) + (f" (n = {len(values.values)})" if fewer else "")
+    return _format(figure, metric, percent) + seeds
 
 
 def format_paper(document: Document, row: str, metric: str) -> str:

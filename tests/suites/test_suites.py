@@ -610,3 +610,24 @@ def test_a_claim_may_compare_with_a_number():
 )
 def test_as_many_guesses_as_there_are_classes_compare_with_no_oracle(top_k, members, value):
     assert findings.read_value({"top_k": top_k}, "top_m", members) == value
+
+
+def test_equivalents_beyond_one_and_all_independent_members_are_bounds():
+    def runs(*nlls):
+        known = {"nll_by_members": [0.8, 0.6]}
+        return [{"seed": seed, "result": known | {"nll_ensemble_mean": nll}} for seed, nll in enumerate(nlls)]
+
+    values = {"two": (0.6, 0.6), "worse": (0.9, 0.81), "better": (0.5, 0.59), "once": (0.9, 0.7), "same": (0.8, 0.8)}
+    found = document({row: [1.0] for row in values}) | {"independent": "two"}
+    found["runs"] = {row: runs(*nlls) for row, nlls in values.items()} | {"fewer": runs(0.9, 0.81, 0.9)}
+    found["rows"].append({"name": "fewer", "run": "fewer"})
+    shown = {row: findings.format_ours(found, row, "dee") for row in [*values, "fewer"]}
+    assert shown == {
+        "two": "2.00 ± 0.00",
+        "worse": "< 1",
+        "better": "> 2",
+        "once": "1.25 ± 0.35",
+        "same": "1.00 ± 0.00",
+        "fewer": "< 1 (n = 2)",
+    }
+    assert findings.by_seed(found, "better", "dee") == {0: 2, 1: 2}  # which claims and figures go by

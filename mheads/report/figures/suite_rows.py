@@ -46,7 +46,9 @@ def draw_suite(rows: Sequence[str], metrics: Mapping[str, Sequence[Point]], titl
                     face = {"markerfacecolor": "none"} if column == 0 and std is None else {}
                     panel.errorbar(mean, i + shift, xerr=std, markersize=4, capsize=2, **style | face)
         label_axes(panel, metric, "")
-        _scale([mean for point in points for mean in (point[0], point[2]) if mean is not None], panel)
+        panel.xaxis.set_major_locator(MaxNLocator(5))  # more would run into one another
+        if not metric.startswith("NLL"):  # which is a logarithm
+            _scale([mean for point in points for mean in (point[0], point[2]) if mean is not None], panel)
         panel.grid(axis="y", color="0.9", linewidth=0.8)
         panel.set_axisbelow(True)
         if metric == ORACLE and (level := _guesses_of_one_network(rows, metrics)) is not None:
@@ -69,7 +71,6 @@ def with_note(title: str, points: Any) -> str:
 
 def _scale(means: Sequence[float], panel: Axes) -> None:
     """Means that lie far from one another are shown on a logarithmic axis, on which bars down to 0 end at the edge."""
-    panel.xaxis.set_major_locator(MaxNLocator(5))  # more would run into one another
     if means and min(means) > 0 and (span := max(means) / min(means)) > SPAN:
         panel.set_xscale("log")
         panel.set_xlim(left=max(panel.get_xlim()[0], min(means) / 3))

@@ -299,10 +299,11 @@ def test_the_guesses_of_one_network_stand_beside_the_oracles():
 
 
 def test_means_that_span_more_than_one_order_have_a_logarithmic_axis():
-    def scale_of(*means, std=0.01):
-        return draw_suite([*"abc"], {"NLL": [(mean, std, None, None) for mean in means]}, "a suite").axes[0]
+    def scale_of(*means, std=0.01, metric="distortion"):
+        return draw_suite([*"abc"], {metric: [(mean, std, None, None) for mean in means]}, "a suite").axes[0]
 
     assert scale_of(0.4, 1.0, 21.0).get_xscale() == "log"
+    assert scale_of(0.4, 1.0, 21.0, metric="NLL, Voronoi").get_xscale() == "linear"
     assert scale_of(0.4, 1.0, 7.0).get_xscale() == scale_of(-0.4, 1.0, 21.0).get_xscale() == "linear"
     assert scale_of(0.4, 1.0, 21.0, std=0.399).get_xlim()[0] == pytest.approx(0.4 / 3)
 

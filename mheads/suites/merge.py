@@ -28,9 +28,10 @@ def merge_folders(sources: Sequence[Path], output: Path, warn: Warn) -> dict[Pat
     """Adds the runs in other folders of results to those in `output`, and returns how many each file has gained.
 
     A row is filled in every suite that has it. No run folder is needed. A run that `output` has already stays as it is.
-    All is checked before anything is written.
+    All is checked before anything is written. No file is written for a suite without runs.
     """
-    sources_by_path = {path: results.load(path) for path in find_results(sources)}
+    found = {path: results.load(path) for path in find_results(sources)}
+    sources_by_path = {path: document for path, document in found.items() if document["runs"]}
     results.check_writable(output / "results.json")
     with results.lock(output):
         before = results.load_all(output, warn)
@@ -44,6 +45,7 @@ def merge_folders(sources: Sequence[Path], output: Path, warn: Warn) -> dict[Pat
                 except UserError as error:
                     warn(f"{path} stays as it is: {error}")
         _report_left_out(sources_by_path, merged, warn)
+        merged = {path: document for path, document in merged.items() if document["runs"]}
         for path, document in merged.items():
             results.save(document, path)
     return {path: _count(document) - _count(before.get(path)) for path, document in merged.items()}

@@ -167,7 +167,8 @@ class Reproduction:
             with handling(stop_at_once):
                 self._share(watch, failed)
         except Stopped:
-            self.publish(show=False)
+            if self.document["runs"]:
+                self.publish(show=False)
             num_done = sum(map(_is_reusable, self.jobs))  # the last of which may have ended with the signal
             self.say(f"{num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
             raise

@@ -115,13 +115,13 @@ def merge(
     options, source = planner.options, table.suite.source
     seeds = {seed for _, seed in _seeds(document)} | set(range(options.seed, options.seed + trials))
     source = Path(source).name if Path(source).is_absolute() else source
-    document["command"] = command(source, options, sorted(seeds), hide_local_paths)
+    document["command"] = command(source, options, sorted(seeds) or [options.seed], hide_local_paths)
 
 
 def _merge_own(
     document: Document, before: Document, path: Path, elsewhere: list[Any], table: ExpandedSuite, planner: Planner
 ) -> None:
-    if [*map(hide_local_paths, before["overrides"])] != document["overrides"]:
+    if before["runs"] and [*map(hide_local_paths, before["overrides"])] != document["overrides"]:
         old, new = (" ".join(each["overrides"]) or "none" for each in (before, document))
         raise UserError(
             f"{path} holds results with other overrides ({old} there, {new} here): give another folder with -o"

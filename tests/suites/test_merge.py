@@ -73,6 +73,40 @@ def test_runs_that_are_not_the_suites_or_differ_are_named_and_left_out(mheads, h
     assert merged["plain"] == before["plain"] and merged["mcl"][0] == before["mcl"][0] and 1 in merged["mcl"]
 
 
+def no_runs(document):
+    document["runs"] = {}
+
+
+def other_configs(document):
+    for run in [run for runs in document["runs"].values() for run in runs]:
+        run["config"] = "0000beef"
+
+
+def test_a_file_of_which_no_run_can_be_taken_over_does_not_stop_the_others(mheads, here):
+    kept = (here / "elsewhere/mine-digits.json").read_text()
+    shutil.copy(here / "results/other-digits.json", here / "elsewhere")
+    change(here / "elsewhere/mine-digits.json", no_runs)
+    done = mheads("reproduce", "--merge", "elsewhere", "-o", "new")
+    assert done.code == 0, done.err
+    assert "new/other-digits.json: 1 new run" in done.out and not (here / "new/mine-digits.json").exists()
+
+    (here / "elsewhere/other-digits.json").unlink()
+    (here / "elsewhere/mine-digits.json").write_text(kept)
+    change(here / "elsewhere/mine-digits.json", other_configs)
+    done = mheads("reproduce", "--merge", "elsewhere", "-o", "none")
+    assert "plain with seed 1 is left out: its config is not" in done.out and "none holds no results" in done.err
+
+
+def test_results_without_runs_stay_as_they_are_when_others_are_merged(mheads, here):
+    change(here / "results/mine-digits.json", lambda document: document.update(runs={}, overrides=["optim.lr=0.5"]))
+    (here / "results/mine-digits.json").rename(here / "results/empty-digits.json")
+    before = (here / "results/empty-digits.json").read_text()
+    done = mheads("reproduce", "--merge", "elsewhere")
+    assert done.code == 0, done.err
+    assert "mine-digits.json: 3 new runs" in done.out and "empty-digits.json: " not in done.out
+    assert (here / "results/empty-digits.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -655,6 +655,14 @@ def test_a_signal_before_the_first_step_stops_as_well(here):
                    here / "results", stop=(signal.SIGTERM, "os.mkdir", "plain-seed0"))  # fmt: skip
     assert done.code == 143, done.out + done.err
     assert "0 of 2 runs done. To resume: mheads reproduce" in done.out
+    assert not (here / "results").exists()
+
+
+def test_results_without_runs_do_not_refuse_other_overrides(mheads, here):
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY]
+    assert mheads(*given, "--tables").code == 0 and results(here)["runs"] == {}
+    assert mheads(*given, "optim.lr=0.05", "--tables").code == 0
+    assert results(here)["overrides"] == [*TINY, "optim.lr=0.05"]
 
 
 def test_a_signal_at_the_end_of_a_run_lets_that_finish_and_stops_before_the_next(here):

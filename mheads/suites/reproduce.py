@@ -109,6 +109,7 @@ class Reproduction:
             )
         self.path = request.output / results.file_name(self.suite.name, options)
         results.check_writable(self.path)
+        self.seeds = self._seeds()
         self.document = results.make_document(self.table, self.planner)
         self._merge()
         only = [name for row in request.only for name in (self.table.row(row).best_of or [row])]
@@ -130,9 +131,19 @@ class Reproduction:
 
     def _jobs(self, rows: Sequence[str]) -> list[SuiteJob]:
         """Of all rows the first seed first."""
-        changes = self.suite.recipes.get(self.request.options.short)
-        most = None if changes is None else changes.trials
-        return [self.planner.job(self.suite, row, seed) for seed in self.request.seeds[:most] for row in rows]
+        return [self.planner.job(self.suite, row, seed) for seed in self.seeds for row in rows]
+
+    def _seeds(self) -> Sequence[int]:
+        """The seeds that are asked for, without those that the recipe does not have in this suite."""
+        changes, asked = self.suite.recipes.get(self.request.options.short), self.request.seeds
+        if changes is None or changes.trials is None:
+            return asked
+        if not (seeds := [seed for seed in asked if seed < changes.trials]):
+            raise UserError(
+                f"--seed {asked[0]}: {self.suite.name} has {count(changes.trials, 'trial')} with "
+                f"{self.request.options.short}; give a seed below {changes.trials}"
+            )
+        return seeds
 
     def gather(self) -> None:
         """Adds the finished runs to the document."""
@@ -149,8 +160,7 @@ class Reproduction:
                 write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / name, options.split)
 
     def _merge(self) -> None:
-        request = self.request
-        results.merge(self.document, self.path, self.table, self.planner, request.trials, request.sources)
+        results.merge(self.document, self.path, self.table, self.planner, self.seeds, self.request.sources)
 
     def _save(self) -> None:
         """Writes the document, with what another process may have added to it since."""

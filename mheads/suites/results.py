@@ -95,11 +95,12 @@ def merge(
     path: Path,
     table: ExpandedSuite,
     planner: Planner,
-    trials: int = 0,
+    seeds: Sequence[int] = (),
     sources: Sequence[Path] = (),
 ) -> None:
     """Takes over runs that the document lacks, from its file, those of other suites and other folders of results. None
-    is lost: one in the file that is of another experiment is an error, unless another file has it."""
+    is lost: one in the file that is of another experiment is an error, unless another file has it. The command is of
+    these runs and of `seeds`."""
     others = [other for at, other in load_all(path.parent, lambda _: None).items() if at != path]
     others += [load(at) for source in sources for at in sorted(source.glob("*.json"))]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
@@ -113,9 +114,9 @@ def merge(
     known = {row["run"]: row["cost"] for row in (before or {"rows": []})["rows"] if row.get("cost")}
     add_costs(document, planner, table.suite, known)
     options, source = planner.options, table.suite.source
-    seeds = {seed for _, seed in _seeds(document)} | set(range(options.seed, options.seed + trials))
+    shown = sorted({seed for _, seed in _seeds(document)} | set(seeds)) or [options.seed]
     source = Path(source).name if Path(source).is_absolute() else source
-    document["command"] = command(source, options, sorted(seeds) or [options.seed], hide_local_paths)
+    document["command"] = command(source, options, shown, hide_local_paths)
 
 
 def _merge_own(

@@ -192,7 +192,7 @@ def shown_elsewhere(here, first, second, row, recipes=("digits", "digits")):
             (here / "results").mkdir(exist_ok=True)
             documents.save(found, here / "results/first.json")
         else:
-            documents.merge(found, here / "results/second.json", table, planner, 1)
+            documents.merge(found, here / "results/second.json", table, planner, [0])
     return [kept] in found["runs"].values()
 
 
@@ -512,6 +512,17 @@ def test_runs_of_a_file_that_changed_are_not_averaged_with_those_before(mheads, 
     write(0)
     done = mheads("reproduce", *args, "--trials", "2")
     assert done.code == 0, done.err
+
+
+def test_a_recipe_with_few_trials_has_no_seeds_beyond_them(mheads, refused, here):
+    (here / "few.yaml").write_text("rows: [{name: plain}]\nrecipes: {digits: {trials: 3}}\n")
+    given = ["few.yaml", "--recipe", "digits", *TINY]
+    done = mheads("reproduce", *given, "--seed", 2, "--trials", 3, "--dry-run")
+    assert done.code == 0 and "1 run to train" in done.out and "plain-seed2" in done.out
+    assert mheads("reproduce", *given, "--seed", 2, "--trials", 3, "--tables").code == 0
+    assert results(here, "few-digits")["command"].startswith("mheads reproduce few.yaml --recipe digits --seed 2 data")
+    message = refused(*given, "--seed", 3, "-o", "other")
+    assert "--seed 3: few has 3 trials with digits; give a seed below 3" in message
 
 
 def test_rows_with_a_teacher_stand_beside_rows_without_and_with_another_weight(mheads, here):

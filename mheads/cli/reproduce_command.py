@@ -72,35 +72,34 @@ def reproduce(
         raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
     if suite is None and not every:
         return _make_tables(merge or (), output, train)
-    measured = {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
-    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": tuple(overrides or ()), **measured}
-    return _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
+    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": tuple(overrides or ())}
+    options |= {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
+    request = {"trials": trials, "only": only or (), "folder": folder, "output": output, "sources": merge or ()}
+    return _run(suite, recipe, options, request | {"outputs": outputs}, dry_run, train)
 
 
 def _run(
-    suite: str | None, recipe: str | None, options: dict[str, Any], further: tuple[Any, ...], dry_run: bool, train: bool
+    suite: str | None, recipe: str | None, options: dict[str, Any], request: dict[str, Any], dry_run: bool, train: bool
 ) -> None:
     """Runs a suite, or all that come with the package; or says what that takes."""
     from mheads.suites.dry_run import print_plan, print_plan_of_all
     from mheads.suites.merge import find_results
-    from mheads.suites.reproduce import Reproduction, reproduce_all
+    from mheads.suites.reproduce import Reproduction, for_each
     from mheads.suites.reproduce import reproduce as run
     from mheads.suites.suite import SUITES
 
-    requests = _make_requests(list(SUITES) if suite is None else [suite], recipe, options, further)
-    if suite is None:
-        (print_plan_of_all if dry_run else reproduce_all)(requests, console)
-        return
-    find_results(requests[0].sources)
-    for request in requests:
-        if dry_run:
-            print_plan(Reproduction(request, console), console)
-        else:
-            run(request, console, train=train)
+    find_results(request["sources"])
+    requests = _make_requests(list(SUITES) if suite is None else [suite], recipe, options, request)
+    if suite is None and dry_run:
+        print_plan_of_all(requests, console)
+    elif dry_run:
+        for_each(requests, console, lambda one: print_plan(Reproduction(one, console), console))
+    else:
+        for_each(requests, console, lambda one: run(one, console, train=train))
 
 
 def _make_requests(
-    suites: Sequence[str], recipe: str | None, options: dict[str, Any], further: tuple[Any, ...]
+    suites: Sequence[str], recipe: str | None, options: dict[str, Any], request: dict[str, Any]
 ) -> list[SuiteRequest]:
     """What is asked of suites: one request for each recipe of each, with its own validation unless one is given."""
     from mheads.suites.jobs import Options
@@ -114,7 +113,7 @@ def _make_requests(
             held_out = options["validation"]
             if held_out is None:
                 held_out = Planner(Options(one, overrides=options["overrides"])).held_out(suite)
-            requests.append(SuiteRequest(suite.source, Options(one, **options | {"validation": held_out}), *further))
+            requests.append(SuiteRequest(suite.source, Options(one, **options | {"validation": held_out}), **request))
     return requests
 
 

@@ -142,7 +142,12 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
     predictor, seen = TimePredictor(console), set[Path]()
     rows, total, in_results = [], 0.0, 0.0
     for request in requests:
-        suite = Reproduction(request, console)
+        try:
+            suite = Reproduction(request, console)
+        except UserError as error:
+            predictor.reasons.setdefault(str(error), request.name)
+            rows.append([request.suite, *["not known"] * 3])
+            continue
         jobs = [job for job in suite.jobs if job.path not in seen]
         seen |= {job.path for job in jobs}
         missing = {job.path for job in suite.missing}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,10 @@ class SuiteRequest:
             raise UserError(f"--trials {self.trials}: give 1 or more")
 
     @property
+    def name(self) -> str:
+        return f"{self.suite} on {self.options.short}"
+
+    @property
     def seeds(self) -> range:
         return range(self.options.seed, self.options.seed + self.trials)
 
@@ -77,17 +81,19 @@ def reproduce(request: SuiteRequest, console: Console, train: bool = True) -> No
     suite.publish()
 
 
-def reproduce_all(requests: Sequence[SuiteRequest], console: Console) -> None:
-    """Runs several suites one after another; one that fails is named at the end, after the others."""
-    failed = {}
+def for_each(requests: Sequence[SuiteRequest], console: Console, do: Callable[[SuiteRequest], None]) -> None:
+    """Does what is asked for one after another; of several, one that fails is named at the end, after the others."""
+    failed = []
     for request in requests:
         try:
-            reproduce(request, console)
+            do(request)
         except UserError as error:
-            failed[request.suite] = str(error)
-            Terminal(console).warn(f"{request.suite}: {error}")
+            if len(requests) == 1:
+                raise
+            failed.append(request.name)
+            Terminal(console).warn(f"{request.name}: {error}")
     if failed:
-        raise UserError(f"{len(failed)} of {count(len(requests), 'suite')} failed: {', '.join(failed)}; see above")
+        raise UserError(f"{len(failed)} of {count(len(requests), 'table')} failed: {', '.join(failed)}; see above")
 
 
 class Reproduction:

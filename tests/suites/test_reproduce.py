@@ -32,7 +32,7 @@ from mheads.suites.dry_run import print_plan_of_all
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.reproduce import Reproduction, SuiteRequest, reproduce_all
+from mheads.suites.reproduce import Reproduction, SuiteRequest, for_each, reproduce
 from mheads.suites.run_entries import digest_job
 from mheads.suites.suite import read_suite
 from mheads.trees.treenet import TreeNet
@@ -797,6 +797,14 @@ def test_a_dry_run_of_all_suites_counts_each_run_once(here):
     assert rows["mcl"][:2] == ["4", "0"]  # k = 1, 2, 3 and from identical weights: the others are in `standard`
     assert "hours in all" in shown.getvalue() and not (here / "runs").exists() and not (here / "out").exists()
 
+    (here / "runs/digits/combined-seed0").mkdir(parents=True)
+    (here / "runs/digits/combined-seed0/notes.txt").touch()
+    shown = io.StringIO()
+    print_plan_of_all(given, rich.console.Console(file=shown, width=200))
+    rows = [line.split() for line in shown.getvalue().splitlines()]
+    assert ["standard", *["not", "known"] * 3] in rows and ["mcl", "6", "0"] in [row[:3] for row in rows]
+    assert "standard on digits: " in shown.getvalue() and "not a run folder" in shown.getvalue()
+
 
 def test_all_suites_are_run_and_one_that_fails_is_named_after_the_others(here):
     (here / "bad.yaml").write_text("rows: [{name: bad, set: [data.path=none]}]\n")
@@ -806,9 +814,24 @@ def test_all_suites_are_run_and_one_that_fails_is_named_after_the_others(here):
         for name in ("bad.yaml", "one.yaml")
     ]
     given[0] = replace(given[0], options=Options("digits", overrides=("data={name: file, path: none.npz}",)))
-    with pytest.raises(UserError, match=r"1 of 2 suites failed: bad\.yaml"):
-        reproduce_all(given, rich.console.Console(file=io.StringIO()))
+    console = rich.console.Console(file=io.StringIO())
+    with pytest.raises(UserError, match=r"1 of 2 tables failed: bad\.yaml on digits; see above"):
+        for_each(given, console, lambda request: reproduce(request, console))
     assert list(trained_at(here)) == ["plain-seed0"]
+
+
+@pytest.mark.parametrize("further", [[], ["--dry-run"]])
+def test_a_recipe_of_a_suite_that_fails_does_not_stop_the_others(mheads, here, further):
+    own = "model: digits\nmembers: 2\ndata: {name: digits, limit: 60}\noptim: {iterations: 3, batch_size: 20}\n"
+    (here / "good.yaml").write_text(own)
+    (here / "bad.yaml").write_text(own)
+    (here / "runs/reproduce/bad/plain-seed0").mkdir(parents=True)
+    (here / "runs/reproduce/bad/plain-seed0/notes.txt").touch()
+    (here / "two.yaml").write_text("recipe: [bad.yaml, good.yaml]\nrows: [{name: plain}]\n")
+    done = mheads("reproduce", "two.yaml", *further)
+    assert done.code == 2 and "1 of 2 tables failed: two.yaml on bad; see above" in done.err
+    assert "two.yaml on bad: " in done.out and "not a run folder" in done.out and "1 run to train" in done.out
+    assert list(trained_at(here)) == ([] if further else ["plain-seed0"])
 
 
 def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_again(mheads, here):

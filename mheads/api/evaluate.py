@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads.api.examples_of_run import check_overrides, class_names, load_examples_of_run
+from mheads.api.examples_of_run import check_overrides, class_names, load_examples_of_run, refuse_own_data
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run, load, make_labelled_split
 from mheads.common import nested_values
@@ -52,7 +52,6 @@ from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
 VIEWS = "eval.views="
-NAMES_OF_DATA = ("name", "path", "test_path", "table")  # the data keys that decide which examples there are
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -194,12 +193,7 @@ class FurtherExamples:
             )
         for option, keys in (("ood", self.ood), ("shifted", self.shifted)):
             check_overrides(keys)
-            own, other = folder.read_config().data, configs.read(folder.config, keys).data
-            if keys and all(getattr(own, key) == getattr(other, key) for key in NAMES_OF_DATA):
-                raise UserError(
-                    f"--{option} {' '.join(keys)}: that is the run's own {own.name}, which nothing tells apart from "
-                    "itself; name other data, data.name=cifar100 or data.path=OTHER"
-                )
+            refuse_own_data(option, keys, folder.read_config(), configs.read(folder.config, keys))
 
     def measure(
         self,

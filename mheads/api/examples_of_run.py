@@ -22,6 +22,7 @@ DATA_KEYS = (
     *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit", "table", "fold"),
     *("regions.proposals", "regions.with_objects", "regions.strict"),
 )
+NAMES_OF_DATA = ("name", "path", "test_path", "table")  # the data keys that decide which examples there are
 
 
 def load_examples_of_run(
@@ -53,6 +54,28 @@ def load_examples_of_run(
         examples = examples.with_statistics_of(facts.problem)
         facts = replace(facts, problem=replace(facts.problem, truths=data.problem.truths))  # which a run does not keep
     return facts, examples, split
+
+
+def load_other_data(config: Config, overrides: Sequence[str]) -> tuple[Config, Data]:
+    """The test examples that these data keys name, as a run of the config will be measured on, and their config."""
+    check_overrides(overrides)
+    other = configs.parse(config.to_yaml(), "the config", overrides)
+    wanted = _update_data(_without_start(other), pad=0, mirror=False, validation=0)
+    return other, load_data(wanted, only="test")
+
+
+def load_own_data(config: Config) -> Data:
+    """The data of a run that is not trained yet, nor what it starts from."""
+    return load_data(_without_start(config))
+
+
+def refuse_own_data(option: str, keys: Sequence[str], own: Config, other: Config) -> None:
+    """Raises an error if the data keys of an option name the examples of the run itself."""
+    if keys and all(getattr(own.data, key) == getattr(other.data, key) for key in NAMES_OF_DATA):
+        raise UserError(
+            f"--{option} {' '.join(keys)}: that is the run's own {own.data.name}, which nothing tells apart from "
+            "itself; name other data, data.name=cifar100 or data.path=OTHER"
+        )
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -88,8 +111,7 @@ def _check_split(folder: RunFolder, config: Config, split: str) -> None:
 def _load_data(folder: RunFolder, facts: DataFacts, config: Config, split: str, overridden: bool) -> Data:
     """The data of a config that has the split; raises if they are those of training and have changed since."""
     same = config.data == folder.read_config().data
-    if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
-        config = _update_data(config, normalize="none")
+    config = _without_start(config)
     wanted = config if same else _update_data(config, pad=0, mirror=False)  # which other data may not take
     if split == "test":  # the real one, which training did not look at
         wanted = _update_data(wanted, validation=0)
@@ -106,6 +128,11 @@ def _load_data(folder: RunFolder, facts: DataFacts, config: Config, split: str, 
                 f"{facts.fingerprint} there, {now} now; bring back the data it was trained on"
             )
     return data
+
+
+def _without_start(config: Config) -> Config:
+    """Inputs are preprocessed as in training: where a run started may be gone."""
+    return _update_data(config, normalize="none") if config.data.normalize == "init" else config
 
 
 def _update_data(config: Config, **keys: Any) -> Config:

@@ -118,6 +118,7 @@ def _time_steps(job: SuiteJob) -> StepTime:
 
 def print_plan(suite: Reproduction, console: Console) -> None:
     """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
+    suite.check_other_data()
     predictor, missing = TimePredictor(console), {job.path for job in suite.missing}
     rows, total = [], 0.0
     for job in suite.jobs:

@@ -26,6 +26,7 @@ from mheads.report.figures.suite_costs import draw_costs
 from mheads.report.figures.suite_rows import draw_suite
 from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
+from mheads.suites.other_data import check_other_data
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
 from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code, write_half_outputs
@@ -75,6 +76,8 @@ class SuiteRequest:
 def reproduce(request: SuiteRequest, console: Console, train: bool = True) -> None:
     """Trains the rows of a suite that are missing (or with `train` off none), then writes and shows its table."""
     suite = Reproduction(request, console, every_seed=not train)
+    if train:
+        suite.check_other_data()
     suite.gather()
     if train:
         suite.train()
@@ -165,6 +168,11 @@ class Reproduction:
                 name = f"{job.name}{'-test' if options.test else ''}.npz"
                 write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / name, options.split)
 
+    def check_other_data(self) -> None:
+        """Raises an error, before anything is trained, for other data that the runs cannot be measured on."""
+        if self.missing:
+            check_other_data(self.suite, self.missing[0].config)
+
     def _merge(self) -> None:
         results.merge(self.document, self.path, self.table, self.planner, self.seeds, self.request.sources)
 
@@ -189,8 +197,12 @@ class Reproduction:
             self.say(f"{num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
             raise
         for job in [job for job in self.missing if job.path in failed and _is_reusable(job)]:
-            del failed[job.path]  # another process trained it meanwhile
-            self._add(job)
+            try:
+                self._add(job)
+            except UserError as error:  # it was trained, and cannot be measured
+                failed[job.path] = str(error)
+            else:
+                del failed[job.path]  # another process trained it meanwhile
         if failed:
             if self.document["runs"]:
                 self.publish()

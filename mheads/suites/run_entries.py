@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mheads.api.evaluate import FurtherExamples, evaluate_run, name_outputs, outputs_and_weights_of
+from mheads.api.run import load
 from mheads.common import atomic_files, packed_arrays
 from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError
@@ -87,7 +88,8 @@ def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
     with suppress(OSError, ValueError, KeyError), packed_arrays.open_arrays(path) as file:  # else it is written anew
         if str(file["weights_digest"]) == weights:
             return
-    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path, split)
+    run = load(job.folder.path, trust=True)
+    outputs, member_weights, targets = outputs_and_weights_of(run, split)
     limit = torch.finfo(torch.float16).max
     halves = outputs.clamp(-limit, limit).half(), None if member_weights is None else member_weights.half()
     arrays = name_outputs(*halves, targets) | {"weights_digest": np.array(weights)}

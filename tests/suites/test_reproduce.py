@@ -851,6 +851,55 @@ def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_agai
     assert mheads(*given, "--outputs").code == 0 and "labels" in np.load(file)
 
 
+@pytest.mark.parametrize("further", [[], ["--dry-run"]])
+@pytest.mark.parametrize("option", ["--ood", "--shifted"])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["loss.k=2"], "settings of a finished run cannot be changed"),
+        (["data.name=npz", "data.path=none.npz"], "none.npz"),
+        (["data.limit=20"], "that is the run's own digits"),
+        (["data.name=npz", "data.path=small.npz"], "has examples of shape (1, 4, 4), and digits of (1, 8, 8)"),
+    ],
+)
+def test_other_data_that_cannot_be_measured_on_are_told_before_training(refused, here, option, keys, message, further):
+    x, y = np.zeros((10, 1, 4, 4), np.uint8), np.arange(10)
+    np.savez(here / "small.npz", x_test=x, y_test=y)
+    given = [word for key in keys for word in (option, key)]
+    assert message in refused("mine.yaml", "--recipe", "digits", *TINY, *given, *further)
+
+
+def test_other_data_of_another_problem_are_told_before_training(refused, here):
+    given = ["data.name=diabetes", "model=mlp", "model_args={features: 10}", "optim.iterations=3"]
+    message = refused("mine.yaml", "--recipe", "digits", *given, "--ood", "data.name=digits", "--only", "plain")
+    assert "--ood data.name=digits: other data are for runs whose examples have one class each" in message
+
+
+def test_runs_that_cannot_be_measured_have_failed_and_the_others_are_written(mheads, here, monkeypatch):
+    add = Reproduction._add
+
+    def fail(self, job):
+        if job.row == "plain":
+            raise UserError("there are no such examples")
+        add(self, job)
+
+    monkeypatch.setattr(Reproduction, "_add", fail)
+    (here / "mine.yaml").write_text("rows: [{name: plain}, {name: mcl, set: [loss=mcl]}]\n")
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", *TINY)
+    assert done.code == 2 and "plain-seed0: there are no such examples" in done.err
+    assert set(results(here)["runs"]) == {"mcl"} and set(trained_at(here)) == {"plain-seed0", "mcl-seed0"}
+
+
+def test_outputs_of_a_network_of_ones_own_are_written(mheads, here):
+    (here / "own_net.py").write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY, "model=own_net:net"]
+    done = process(*given, "--outputs")
+    assert done.code == 0, done.out + done.err
+    assert (here / "results/outputs/digits/plain-seed0.npz").exists()
+
+
 def test_outputs_of_runs_with_validation_examples_are_those_that_the_table_is_of(mheads, here):
     given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY, "--validation", 30, "--outputs"]
     assert mheads(*given).code == 0 and mheads(*given, "--test").code == 0

@@ -40,7 +40,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
                 if job.is_finished():
                     add_run(document, job, planner, suite)
     if not records:
-        again = results.command(name, options, [options.seed])
+        again = results.command(name, options, [options.seed], planner.held_out(suite))
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
     add_costs(document, planner, suite)
     page = make_comparison(

@@ -67,10 +67,12 @@ class SuiteRequest:
 
     def command(self) -> str:
         """The same command again."""
-        words = [results.command(self.suite, self.options, self.seeds)]
+        held_out = Planner(self.options).held_out(read_suite(self.suite))
+        words = [results.command(self.suite, self.options, self.seeds, held_out)]
         words += [f"--only {shlex.quote(row)}" for row in self.only]
         places = (("-f", self.folder, FOLDER), ("-o", self.output, OUTPUT))
-        return " ".join([*words, *(f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual)])
+        words += [f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual]
+        return " ".join([*words, *(["--outputs"] if self.outputs else [])])
 
 
 def reproduce(request: SuiteRequest, console: Console, train: bool = True) -> None:

@@ -72,15 +72,18 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
     }
 
 
-def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[str], str] = str) -> str:
-    """The command that runs a suite with these seeds, in rising order; several where there are gaps between them."""
+def command(suite: str, options: Options, seeds: Sequence[int], held_out: int, show: Callable[[str], str] = str) -> str:
+    """The command that runs a suite with these seeds, in rising order; several where there are gaps between them.
+
+    `held_out` is how many validation examples there are without --validation.
+    """
     if gap := next((i for i in range(1, len(seeds)) if seeds[i] != seeds[i - 1] + 1), None):
-        return " && ".join(command(suite, options, part, show) for part in (seeds[:gap], seeds[gap:]))
+        return " && ".join(command(suite, options, part, held_out, show) for part in (seeds[:gap], seeds[gap:]))
     words = ["mheads", "reproduce", suite, "--recipe", show(options.recipe)]
     words += ["--trials", str(len(seeds))] if len(seeds) > 1 else []
     words += ["--seed", str(seeds[0])] if seeds[0] else []
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
-    words += ["--validation", str(options.validation)] if options.validation else []
+    words += ["--validation", str(options.validation)] if options.validation or held_out else []
     words += ["--test"] if options.test else []
     words += [word for key in options.ood for word in ("--ood", show(key))]
     words += [word for key in options.shifted for word in ("--shifted", show(key))]
@@ -116,7 +119,7 @@ def merge(
     options, source = planner.options, table.suite.source
     shown = sorted({seed for _, seed in _seeds(document)} | set(seeds)) or [options.seed]
     source = Path(source).name if Path(source).is_absolute() else source
-    document["command"] = command(source, options, shown, hide_local_paths)
+    document["command"] = command(source, options, shown, planner.held_out(table.suite), hide_local_paths)
 
 
 def _merge_own(

@@ -698,6 +698,15 @@ def test_a_signal_while_a_run_is_built_is_not_taken_for_a_fault_of_the_network(h
     assert "0 of 2 runs done. To resume: mheads reproduce" in done.out and not trained_at(here)
 
 
+def test_the_command_that_resumes_is_the_same_command(here):
+    (here / "own.yaml").write_text("model: digits\nmembers: 4\ndata: {name: digits, validation: 40}\n")
+    given = SuiteRequest("mine.yaml", Options("own.yaml"), 2, ["plain"], output=here, outputs=True)
+    words = f"mine.yaml --recipe own.yaml --trials 2 --validation 0 --only plain -o {here} --outputs"
+    assert given.command() == f"mheads reproduce {words}"
+    (here / "own.yaml").write_text("model: digits\nmembers: 4\ndata: {name: digits}\n")
+    assert given.command() == f"mheads reproduce {words}".replace(" --validation 0", "")
+
+
 def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):
     given = ["--recipe", "digits", "--scale", 0.01, "--validation", 30, "data.limit=60", "optim.batch_size=20"]
     assert mheads("reproduce", "pretrain", "--only", "pretrain_1000_k2", *given).code == 0
@@ -765,6 +774,10 @@ def test_validation_examples_of_a_recipe_are_named_as_those_of_the_command(mhead
         (run,) = found["runs"]["plain"]
         assert run["result"]["split"] == split
         assert title is None or title in done.out
+        held_out = f"--validation {found['validation']}"
+        assert found["command"] == " ".join(
+            ["mheads reproduce mine.yaml --recipe own.yaml", held_out, *(option if "--test" in option else ())]
+        )
         folder = here / f"runs/reproduce/own/plain-seed0{end.removesuffix('-test')}"
         assert RunFolder(folder).read_config().data.validation == found["validation"]
     assert len(trained_at(here)) == 3  # with --test nothing is trained again

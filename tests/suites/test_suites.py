@@ -482,10 +482,10 @@ def test_a_bar_or_a_line_break_does_not_break_the_table_of_claims():
 
 
 def test_seeds_with_gaps_are_several_commands():
-    assert command("mcl", Options("digits"), [3, 4, 9]) == (
+    assert command("mcl", Options("digits"), [3, 4, 9], 0) == (
         "mheads reproduce mcl --recipe digits --trials 2 --seed 3 && mheads reproduce mcl --recipe digits --seed 9"
     )
-    assert command("mcl", Options("digits"), [0, 1, 2]) == "mheads reproduce mcl --recipe digits --trials 3"
+    assert command("mcl", Options("digits"), [0, 1, 2], 0) == "mheads reproduce mcl --recipe digits --trials 3"
 
 
 def test_evenness_is_one_where_all_own_as_many_and_zero_where_one_owns_all():

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mheads.api.examples_of_run import load_other_data
 from mheads.common.errors import UserError
 from mheads.config import read as configs
 from mheads.config.schema import Config
+from mheads.data.splits import Data
 from mheads.optim.schedules import part_of
 from mheads.suites.expand import ExpandedSuite, expand
 from mheads.suites.jobs import Options, SuiteJob, check_not_in_names, find_difference
@@ -35,7 +37,7 @@ class Planner:
         self._jobs: dict[tuple[str, str, int], SuiteJob] = {}
         self._others: dict[str, Planner] = {}
         self._places: dict[Path, SuiteJob] = {}  # of all recipes: two files of one name share a folder
-        self._test_sets: dict[str, str | None] = {}
+        self._digests: dict[str, str | None] = {}  # of data, by their config
 
     def expand(self, suite: Suite) -> ExpandedSuite:
         if suite.source not in self._expanded:
@@ -165,13 +167,20 @@ class Planner:
         """A digest of the data with their test set, at which runs with validation examples do not look; None where the
         data are not here."""
         config = job.config.model_copy(update={"data": job.config.data.model_copy(update={"validation": 0})})
-        key = config.data.model_dump_json()
-        if key not in self._test_sets:
+        return self._digest(config.data.model_dump_json(), lambda: load_data(config))
+
+    def other_data(self, job: SuiteJob, keys: Sequence[str]) -> str | None:
+        """A digest of the other data that a run is measured on, with these data keys; None where they are not here."""
+        key = " ".join([job.config.data.model_dump_json(), *keys])
+        return self._digest(key, lambda: load_other_data(job.config, keys)[1])
+
+    def _digest(self, key: str, read: Callable[[], Data]) -> str | None:
+        if key not in self._digests:
             try:
-                self._test_sets[key] = load_data(config).fingerprint
+                self._digests[key] = read().fingerprint
             except UserError:
-                self._test_sets[key] = None
-        return self._test_sets[key]
+                self._digests[key] = None
+        return self._digests[key]
 
     def command(self, job: SuiteJob) -> str:
         """The command that trains this run alone, with folders as on any machine."""

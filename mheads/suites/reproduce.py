@@ -29,7 +29,13 @@ from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.other_data import check_other_data
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code, write_half_outputs
+from mheads.suites.run_entries import (
+    add_run,
+    check_same_marks,
+    describe_measured,
+    digest_data_and_code,
+    write_half_outputs,
+)
 from mheads.suites.run_locks import Claims
 from mheads.suites.same_data_and_code import SameDataAndCode
 from mheads.suites.suite import SUITES, read_suite
@@ -160,6 +166,13 @@ class Reproduction:
         """Adds the finished runs to the document."""
         for job in self.finished:
             self._add(job)
+        for job in self.finished:  # after all were measured anew whose data have changed
+            self._check_measured(job)
+
+    def _check_measured(self, job: SuiteJob) -> None:
+        """Raises an error if the run is not measured on what others of its row were measured on."""
+        entry = describe_measured(job, self.planner, self.suite)
+        check_same_marks(self.document, self.planner.key(self.suite, job), job, entry)
 
     def _add(self, job: SuiteJob) -> None:
         options = self.request.options
@@ -235,6 +248,7 @@ class Reproduction:
         try:
             if broken := [need.name for need in job.needs if need.path in failed]:
                 raise UserError(f"it starts from {broken[0]}, which failed")
+            self._check_measured(job)
             if _is_reusable(job):
                 watch.skip(job)
             else:
@@ -258,7 +272,7 @@ class Reproduction:
             identity = experiment.identity()
             self.same.check(job, identity)
             key = self.planner.key(self.suite, job)
-            check_same_marks(self.document, key, job, digest_data_and_code(identity))
+            check_same_marks(self.document, key, job, {"marks": digest_data_and_code(identity)})
             return experiment
 
         if job.rounds is None:

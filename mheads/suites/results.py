@@ -154,7 +154,7 @@ def _merge_others(document: Document, elsewhere: list[Any], table: ExpandedSuite
             key, place = planner.key(table.suite, job), shlex.quote(str(planner.public_path(job)))
             same = run["command"].endswith(f" -f {place}") and run["config"] == digest_job(job)
             if same and not has_local_files(job) and (key, run["seed"]) not in known:
-                check_same_marks(document, key, job, run.get("marks", {}))
+                check_same_marks(document, key, job, run)
                 document["runs"].setdefault(key, []).append(run)
                 known.add((key, run["seed"]))
 

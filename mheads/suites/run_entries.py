@@ -3,8 +3,8 @@
 {"seed", "config", "marks", "command", "result", "versions", "machine"}. "config" is a digest of the job, "marks" are
 those of the data and the code that the run was trained with. With "test", runs that were trained without the validation
 examples are measured on the test set, also with temperatures or kernels fitted on the validation examples; with "ood"
-or "shifted" of a suite also on other data. "weights" and "data" are digests of what was measured, and on what;
-"validation" has the figures on the validation examples by which rows choose (`best_of`).
+or "shifted" of a suite also on other data. "weights", "data", "ood_data" and "shifted_data" are digests of what was
+measured, and on what; "validation" has the figures on the validation examples by which rows choose (`best_of`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from mheads.suites.metric_names import is_number
 from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.suite import Suite
 
+OTHER_DIGESTS = ("ood_data", "shifted_data")
+
 
 def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Suite) -> None:
     """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
@@ -43,27 +45,26 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         return
     folder, runs = job.folder, document["runs"].get(key, ())
     result, config, validated = folder.read_result(), digest_job(job), {}
-    further = {"ood": suite.ood, "shifted": suite.shifted}
-    measured: dict[str, Any] = {name: [*map(hide_local_paths, keys)] for name, keys in further.items() if keys}
+    measured = describe_measured(job, planner, suite)
     if planner.options.test or measured:
         measured["weights"] = atomic_files.digest(folder.model)
-        if fingerprint := planner.test_set(job):
-            measured["data"] = fingerprint
         wanted = measured | {"config": config}
         by = sorted({row.by for row in suite.rows if row.best_of and planner.options.test})
         for run in runs:
-            if wanted == {key: run.get(key) for key in wanted} and run.get("validation", {}).keys() >= {*by}:
+            # Runs from before digests of other data were kept stand as they are.
+            known = {key: run.get(key, value if key in OTHER_DIGESTS else None) for key, value in wanted.items()}
+            if wanted == known and run.get("validation", {}).keys() >= {*by}:
                 return  # measuring takes time
         if by:
             numbers = measure(folder, result, job.config.optim.iterations)
             validated = {"validation": {metric: read_value(numbers, metric, document["members"]) for metric in by}}
         scales = planner.options.test and is_single_label(folder.read_data().problem)
-        examples = FurtherExamples("validation" if scales else None, **further)
+        examples = FurtherExamples("validation" if scales else None, suite.ood, suite.shifted)
         split = "test" if planner.options.test else None
         kernels = "validation" if planner.options.test else None
         result |= evaluate_run(folder.path, None, Silent(), (), split, True, examples, calibrate_from=kernels)
     marks = digest_data_and_code(folder.read_identity())
-    check_same_marks(document, key, job, marks)
+    check_same_marks(document, key, job, {"marks": marks})
     entry = {
         "seed": job.seed,
         "config": config,
@@ -77,6 +78,19 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     }
     others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def describe_measured(job: SuiteJob, planner: Planner, suite: Suite) -> dict[str, Any]:
+    """On which data a run is measured, where they are not those that training evaluated on, or not these alone."""
+    measured: dict[str, Any] = {}
+    for name, keys in (("ood", suite.ood), ("shifted", suite.shifted)):
+        if keys:
+            measured[name] = [*map(hide_local_paths, keys)]
+            if digest := planner.other_data(job, keys):
+                measured[f"{name}_data"] = digest
+    if (planner.options.test or measured) and (digest := planner.test_set(job)):
+        measured["data"] = digest
+    return measured
 
 
 def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
@@ -105,18 +119,35 @@ def digest_data_and_code(identity: dict[str, Any]) -> dict[str, str]:
     return {"data": str(identity["data"]), "code": digest}
 
 
-def check_same_marks(document: dict[str, Any], key: str, job: SuiteJob, marks: dict[str, str]) -> None:
-    """Raises an error if other runs of the row are of other data or code: their mean would be of neither."""
+def check_same_marks(document: dict[str, Any], key: str, job: SuiteJob, entry: dict[str, Any]) -> None:
+    """Raises an error if other runs of the row are of other data or code than this one, or were measured on other data:
+    their mean would be of neither."""
     for run in document["runs"].get(key, ()):
-        known = run.get("marks", {})  # which runs from before they were kept lack
-        compared = {name: mark for name, mark in marks.items() if name != "data" or not job.by_seed}
-        other = [name for name, mark in compared.items() if known.get(name, mark) != mark]
-        if other and run["seed"] != job.seed:
-            difference = {"data": "other data", "code": "other code of its network or loss"}[other[0]]
+        if run["seed"] != job.seed and (difference := _find_difference(run, entry, job.by_seed)):
             raise UserError(
                 f"{job.name} has {difference} than seed {run['seed']} has in the results, and a mean over both would "
                 "be of neither: move the results away, or give another folder with -o"
             )
+
+
+def _find_difference(run: dict[str, Any], entry: dict[str, Any], by_seed: bool) -> str | None:
+    """What differs between two runs of a row, of what is known of both: older versions did not keep all."""
+
+    def differ(key: str, one: dict[str, Any] = run, other: dict[str, Any] = entry) -> bool:
+        return key in one and key in other and one[key] != other[key]
+
+    marks = run.get("marks", {}), entry.get("marks", {})
+    if differ("data", *marks) and not by_seed:
+        return "other data"
+    if differ("code", *marks):
+        return "other code of its network or loss"
+    if differ("data") and not by_seed:
+        return "another test set"
+    for name, digest in zip(("ood", "shifted"), OTHER_DIGESTS, strict=True):
+        by_digest = digest in run and digest in entry and not by_seed
+        if differ(digest if by_digest else name):  # a text names a file, which may lie elsewhere or change
+            return f"other data for --{name}"
+    return None
 
 
 def digest_job(job: SuiteJob) -> str:

@@ -101,7 +101,8 @@ def _runs(document: Document, row: str) -> list[dict[str, Any]]:
 def _choose(document: Document, entry: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each seed that all rows of `best_of` have, the run with the best figure on the validation examples.
 
-    Where results are those of the test set, a run of which that figure was not kept cannot be chosen.
+    Nothing is chosen where none of them has that figure. Where results are those of the test set, a run of which that
+    figure was not kept cannot be chosen.
     """
     by, test, candidates = entry["by"], document.get("test"), dict[int, list[dict[str, Any]]]()
     for key in entry["best_of"]:
@@ -115,7 +116,7 @@ def _choose(document: Document, entry: dict[str, Any]) -> list[dict[str, Any]]:
         return -math.inf if figure is None else sign * figure  # one that diverged has no figure
 
     complete = (runs for _, runs in sorted(candidates.items()) if len(runs) == len(entry["best_of"]))
-    return [max(runs, key=validated) for runs in complete]
+    return [max(runs, key=validated) for runs in complete if any(validated(run) > -math.inf for run in runs)]
 
 
 def _values(document: Document, row: str, metric: str) -> dict[int, Any]:

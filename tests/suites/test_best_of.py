@@ -104,6 +104,17 @@ def test_runs_measured_before_a_row_chose_among_them_are_not_chosen_on_the_test_
     assert findings.by_seed(document | {"runs": before["runs"]}, "tuned", by) == {}
 
 
+@pytest.mark.parametrize("test", [True, False])
+def test_nothing_is_chosen_where_no_row_has_the_figure(test):
+    def run(seed, figure):
+        return {"seed": seed, "result": {"nll": figure}, "validation": {"nll": figure}}
+
+    runs = {"a": [run(0, None), run(1, None)], "b": [run(0, None), run(1, 2.0)]}
+    rows = [{"name": "tuned", "run": "a", "best_of": ["a", "b"], "by": "nll"}]
+    document = {"rows": rows, "runs": runs, "test": test, "members": 1}
+    assert findings.by_seed(document, "tuned", "nll") == {1: 2.0} and findings.num_trials(document, "tuned") == 1
+
+
 def test_a_choice_among_rows_that_take_different_time_has_no_cost(suite, tmp_path):
     from mheads.suites.compute import add_costs
     from mheads.suites.jobs import Options

@@ -67,15 +67,26 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
-    train = not (only_tables or merge)
-    if every and (suite is not None or only or not train):
-        raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
-    if suite is None and not every:
-        return _make_tables(merge or (), output, train)
+    _check_together(suite, every, bool(only), dry_run, train=not (only_tables or merge))
     options = {"seed": seed, "scale": scale, "validation": validation, "overrides": tuple(overrides or ())}
     options |= {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
-    request = {"trials": trials, "only": only or (), "folder": folder, "output": output, "sources": merge or ()}
-    return _run(suite, recipe, options, request | {"outputs": outputs}, dry_run, train)
+    request = {"trials": trials, "only": tuple(only or ()), "outputs": outputs}
+    if suite is None and not every:
+        return _make_tables(merge or (), output, {"recipe": recipe, **options, **request})
+    request |= {"folder": folder, "output": output, "sources": merge or ()}
+    return _run(suite, recipe, options, request, dry_run, train=not (only_tables or merge))
+
+
+def _check_together(suite: str | None, every: bool, only: bool, dry_run: bool, train: bool) -> None:
+    """Raises an error for options that do not go together."""
+    from mheads.suites.suite import SUITES
+
+    if suite is None and train and not every:
+        raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
+    if every and (suite is not None or only or not train):
+        raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
+    if dry_run and not train:
+        raise UserError("--dry-run lists what would be trained, and --tables and --merge train nothing: leave one out")
 
 
 def _run(
@@ -117,15 +128,16 @@ def _make_requests(
     return requests
 
 
-def _make_tables(merge: Sequence[Path], output: Path, train: bool) -> None:
+def _make_tables(merge: Sequence[Path], output: Path, of_a_suite: dict[str, Any]) -> None:
+    """Makes all tables anew; options of a suite are for one of them."""
     from mheads.common.number_words import count
     from mheads.common.progress import Terminal
     from mheads.suites.merge import merge_folders
     from mheads.suites.reproduce import write_tables
-    from mheads.suites.suite import SUITES
 
-    if train:
-        raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
+    usual = {"seed": 0, "scale": 1, "trials": 1}
+    if given := [f"--{key}" for key, value in of_a_suite.items() if value not in (None, (), False, usual.get(key))]:
+        raise UserError(f"{', '.join(given)}: without a suite, all files are taken as they are; give a suite with it")
     for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
         console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
     for path in write_tables(output, console):

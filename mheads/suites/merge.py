@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mheads.common.errors import UserError
 from mheads.suites import results
 from mheads.suites.jobs import Options
-from mheads.suites.planner import Planner
+from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.results import Document
 from mheads.suites.suite import read_suite
 
@@ -57,13 +58,23 @@ def _merge(path: Path, known: Document, sources: Sequence[Path]) -> Document:
     test = bool(known.get("test", False))
     options = Options(words[4], 0, known["scale"], known["validation"], tuple(known["overrides"]), test)
     try:
-        planner = Planner(options)
-        table = planner.expand(read_suite(words[2]))
+        suite = read_suite(words[2])
+        ood, shifted = _find_other_data(known, "ood", suite.ood), _find_other_data(known, "shifted", suite.shifted)
+        planner = Planner(replace(options, ood=ood, shifted=shifted))
+        table = planner.expand(suite)
         document = results.make_document(table, planner)
     except UserError as error:
         raise UserError(f"{path.name}: {error}; or give the command that made it, with --merge") from error
     results.merge(document, path, table, planner, sources=sources)
     return document
+
+
+def _find_other_data(known: Document, option: str, own: Sequence[str]) -> tuple[str, ...]:
+    """The data keys that --ood or --shifted gave, if not the suite. A document from before they were kept has them with
+    its runs."""
+    kept = [run[option] for runs in known["runs"].values() for run in runs if option in run]
+    keys = known.get(option) or (kept[0] if kept else [])
+    return () if keys == [*map(hide_local_paths, own)] else tuple(keys)
 
 
 def _report_left_out(found: dict[Path, Document], merged: dict[Path, Document], warn: Warn) -> None:

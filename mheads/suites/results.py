@@ -1,7 +1,7 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
 {"suite", "about", "recipe", "members", "scale", "validation", "test", "test_share", "independent", "cost_figure",
- "overrides", "command", "metrics",
+ "overrides", "ood", "shifted", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper", "cost", "best_of", "by"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
@@ -52,6 +52,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
             further |= {"best_of": [planner.key(suite, jobs[name]) for name in row.best_of], "by": row.by}
         rows[-1] |= {key: value for key, value in further.items() if value}
     skipped = {"recipes", "except_"}
+    other_data = {"ood": options.ood, "shifted": options.shifted}
     return {
         "suite": suite.name,
         "about": suite.about,
@@ -64,6 +65,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         **({"independent": suite.independent} if suite.independent else {}),
         **({"cost_figure": suite.cost_figure} if suite.cost_figure else {}),
         "overrides": [hide_local_paths(override) for override in options.overrides],
+        **{name: [*map(hide_local_paths, keys)] for name, keys in other_data.items() if keys},
         "command": "",
         "metrics": suite.metrics,
         "rows": rows,
@@ -220,6 +222,8 @@ class _Document(_Model):
     independent: str = ""
     cost_figure: list[str] = []
     overrides: list[str]
+    ood: list[str] = []
+    shifted: list[str] = []
     command: str
     metrics: list[str]
     rows: list[_Row]

@@ -106,6 +106,22 @@ def test_trials_on_other_test_sets_are_not_averaged(mheads, here):
     assert [run["result"]["examples"] for run in runs] == [60, 60]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_merged_trials_name_the_other_data_in_their_command(mheads, command, here, kept):
+    assert command("--seed", 1, "-o", "elsewhere").code == 0
+    path = here / "elsewhere/mine-digits.json"
+    found = json.loads(path.read_text())
+    assert found["ood"] == OTHER
+    if not kept:  # as an older version left it
+        del found["checksum"], found["ood"]
+        path.write_text(json.dumps(found))
+    assert mheads("reproduce", "--merge", "elsewhere").code == 0
+    merged = document(here)
+    assert merged["ood"] == OTHER and set(figures(here)) == {1}
+    words = " ".join(f"--ood {key}" for key in OTHER)
+    assert merged["command"] == f"mheads reproduce mine.yaml --recipe digits --seed 1 {words} {' '.join(TINY)}"
+
+
 def test_merged_trials_are_of_one_test_set(mheads, command, here):
     assert command("--seed", 1, "-o", "elsewhere").code == 0
     write_other(here, 1)

@@ -35,9 +35,14 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     for row in table.names:
         for job in sorted(planner.jobs_with_folders(suite, row), key=lambda job: job.seed):
             if job.path not in records and job.folder.exists():
+                try:
+                    finished = job.is_finished()
+                except UserError as error:  # a run of another config, which `reproduce` does not show either
+                    watch.warn(f"left out: {error}")
+                    continue
                 title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
                 records[job.path] = Record.read(job.folder.path, title, lenient=True)
-                if job.is_finished():
+                if finished:
                     add_run(document, job, planner, suite)
     if not records:
         again = results.command(name, options, [options.seed], planner.held_out(suite))

@@ -386,6 +386,12 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     )
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
 
+    foreign = tmp_path / "runs/tiny/mcl-seed1"
+    assert mheads("train", recipe, "optim.lr=0.5", "loss=mcl", "seed=1", "-f", foreign).code == 0
+    done = mheads("report", "--suite", *given)
+    assert done.code == 0 and f"left out: {foreign} is in the way" in done.out
+    assert "mcl, seed 1" not in Parsed(file).text
+
 
 def test_a_suite_has_a_recipe_of_its_own_and_runs_of_any_seed(mheads, tmp_path):
     suite = tmp_path / "two.yaml"

@@ -220,6 +220,8 @@ def _figure(document: Document, row: str, metric: str) -> dict[str, Any] | None:
 def _differences(document: Document) -> list[str]:
     """What makes these runs other ones than the paper's: a part of the training or of its examples, other settings."""
     differences = []
+    if document.get("own_recipe"):
+        differences.append(f"{document['recipe']} is a file of this name, not the recipe of the package")
     if document["scale"] != 1:
         differences.append(f"training takes {document['scale']:g} of the iterations")
     if document["validation"]:

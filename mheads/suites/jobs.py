@@ -53,6 +53,11 @@ class Options:
         return Path(self.recipe).stem
 
     @property
+    def has_name_of_another(self) -> bool:
+        """Whether the recipe is a file of the user's that has the name of one of the package."""
+        return self.recipe != self.short and self.short in configs.recipes()
+
+    @property
     def suffix(self) -> str:
         """What the names of runs end in, unless they are of full length on all training examples."""
         scale = "" if self.scale == 1 else f"-scale{self.scale:g}"

@@ -1,7 +1,7 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "test", "test_share", "independent", "cost_figure",
- "overrides", "ood", "shifted", "command", "metrics",
+{"suite", "about", "recipe", "own_recipe", "members", "scale", "validation", "test", "test_share", "independent",
+ "cost_figure", "overrides", "ood", "shifted", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper", "cost", "best_of", "by"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
@@ -57,6 +57,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         "suite": suite.name,
         "about": suite.about,
         "recipe": options.short,
+        **({"own_recipe": True} if options.has_name_of_another else {}),
         "members": max(job.config.members for job in jobs.values()),  # a row may be of one network
         "scale": options.scale,
         "validation": options.validation,
@@ -214,6 +215,7 @@ class _Document(_Model):
     suite: str
     about: str = ""
     recipe: str
+    own_recipe: bool = False
     members: int
     scale: float
     validation: int

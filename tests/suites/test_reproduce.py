@@ -296,6 +296,18 @@ def test_a_figure_of_the_paper_for_no_row_is_refused(refused, here):
     assert "'plan'" in refused("mine.yaml", "--recipe", "digits")
 
 
+def test_figures_of_the_paper_are_not_shown_beside_a_file_of_the_recipes_name(mheads, here):
+    (here / "digits.yaml").write_text(
+        "model: digits\nmembers: 4\ndata: {name: digits, limit: 60}\noptim: {iterations: 3, batch_size: 20}\n"
+    )
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits.yaml", "--only", "plain")
+    assert done.code == 0, done.err
+    table = (here / "results/mine-digits.md").read_text()
+    assert "here digits is a file of this name, not the recipe of the package." in table and "99.50" not in table
+    assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--tables", "-f", "new", "-o", "new").code == 0
+    assert "is a file of this name" not in (here / "new/mine-digits.md").read_text()
+
+
 def test_results_with_other_overrides_or_of_another_experiment_are_not_mixed(mheads, refused, here):
     run = ["mine.yaml", "--recipe", "digits", "--only", "plain", *TINY]
     assert mheads("reproduce", *run).code == 0

@@ -63,12 +63,16 @@ def not_run(document: Document) -> str:
 
 def describe_chance(document: Document) -> str:
     """Rows whose Oracle is hardly above that of members which always give one class each, in a sentence, or nothing."""
-    chance = [run["result"].get("oracle_chance") for runs in document["runs"].values() for run in runs]
-    near = [row for row in rows_run(document) if any(near_chance(run["result"]) for run in _runs(document, row))]
-    if not near:
+    levels: dict[str, list[str]] = {}
+    for row in rows_run(document):
+        near = [run["result"]["oracle_chance"] for run in _runs(document, row) if near_chance(run["result"])]
+        if near and "oracle" not in _entry(document, row).get("metrics", {}):  # of which the row shows another number
+            levels.setdefault(number(max(near), "oracle"), []).append(row)
+    if not levels:
         return ""
-    level = number(max(value for value in chance if value is not None), "oracle")
-    return f"Near chance: {', '.join(near)}; members that always give one class each have an Oracle of {level}."
+    names = ", ".join(row for rows in levels.values() for row in rows)
+    parts = [f"{level} ({', '.join(rows)})" for level, rows in levels.items()] if len(levels) > 1 else [*levels]
+    return f"Near chance: {names}; members that always give one class each have an Oracle of {', '.join(parts)}."
 
 
 def describe_machines(document: Document) -> str:

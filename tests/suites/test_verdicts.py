@@ -182,6 +182,17 @@ def test_rows_that_were_not_run_are_one_line_and_what_differs_between_runs_is_sa
     assert "Near chance" not in written(found)
 
 
+def test_each_row_near_chance_is_beside_its_own_and_one_network_of_a_row_is_not():
+    found = document({"a": [40.0], "b": [20.0], "c": [90.0], "d": [41.0]})
+    for row, chance in (("a", 40.0), ("b", 20.0), ("c", 60.0), ("d", 40.0)):
+        found["runs"][row][0]["result"] |= {"members": [10.0, 10.0], "oracle_chance": chance}
+    found["rows"].append({"name": "one", "run": "a", "metrics": {"oracle": "single"}})
+    chances = "40.00 (a, d), 20.00 (b)"
+    assert findings.describe_chance(found) == (
+        f"Near chance: a, d, b; members that always give one class each have an Oracle of {chances}."
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -109,7 +109,8 @@ def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
     arrays = name_outputs(*halves, targets) | {"weights_digest": np.array(weights)}
     with atomic_files.saving(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+    with atomic_files.hold_lock(path.parent):  # another process may measure the same run
+        atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
 
 def digest_data_and_code(identity: dict[str, Any]) -> dict[str, str]:

@@ -13,11 +13,13 @@ from importlib import resources
 import numpy as np
 import pytest
 import rich.console
+import torch
 from helpers.commands import process, weights
 from matplotlib.image import imread
 from safetensors.torch import save_file
 
 from mheads.api.evaluate import evaluate_run
+from mheads.common.atomic_files import hold_lock
 from mheads.common.errors import UserError
 from mheads.common.number_words import duration
 from mheads.common.progress import Silent
@@ -26,7 +28,7 @@ from mheads.networks.digits import digits
 from mheads.problems.metrics import compute
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
-from mheads.suites import dry_run
+from mheads.suites import dry_run, run_entries
 from mheads.suites import results as documents
 from mheads.suites.dry_run import print_plan_of_all
 from mheads.suites.jobs import Options
@@ -917,6 +919,21 @@ def test_runs_that_cannot_be_measured_have_failed_and_the_others_are_written(mhe
     done = mheads("reproduce", "mine.yaml", "--recipe", "digits", *TINY)
     assert done.code == 2 and "plain-seed0: there are no such examples" in done.err
     assert set(results(here)["runs"]) == {"mcl"} and set(trained_at(here)) == {"plain-seed0", "mcl-seed0"}
+
+
+def test_two_processes_do_not_write_outputs_of_one_run_at_once(mheads, here, monkeypatch):
+    assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY).code == 0
+    job = Planner(Options("digits", overrides=tuple(TINY))).job(read_suite("mine.yaml"), "plain", 0)
+    outputs = torch.ones(2, 3, 4), None, torch.ones(3)
+    monkeypatch.setattr(run_entries, "outputs_and_weights_of", lambda run, split: outputs)
+    (here / "outputs").mkdir()
+    writing = threading.Thread(target=run_entries.write_half_outputs, args=(job, here / "outputs/plain.npz", "test"))
+    with hold_lock(here / "outputs"):
+        writing.start()
+        writing.join(1)
+        assert writing.is_alive() and not any((here / "outputs").iterdir())  # it waits
+    writing.join()
+    assert np.load(here / "outputs/plain.npz")["outputs"].shape == (2, 3, 4)
 
 
 def test_outputs_of_a_network_of_ones_own_are_written(mheads, here):

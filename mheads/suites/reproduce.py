@@ -200,8 +200,7 @@ class Reproduction:
         """Trains what is missing. A run that fails is named at the end; the others are trained all the same."""
         watch = Overview(self.console, self.suite.name, self.missing)
         failed: dict[Path, str] = {}
-        self.num_done = len(self.jobs) - len(self.missing)
-        self.say(f"{count(len(self.missing), 'run')} to train, {self.num_done} finished")
+        self.say(f"{count(len(self.missing), 'run')} to train, {len(self.jobs) - len(self.missing)} finished")
         try:
             with handling(stop_at_once):
                 self._share(watch, failed)
@@ -256,7 +255,6 @@ class Reproduction:
             if damage := job.damage():  # and there was no checkpoint to make it anew from
                 raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
             self.same.note(job)
-            self.num_done += 1
             self._add(job)
             with results.lock(self.path.parent):
                 self._save()

@@ -44,7 +44,8 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     if key not in {entry["run"] for entry in document["rows"]}:
         return
     folder, runs = job.folder, document["runs"].get(key, ())
-    result, config, validated = folder.read_result(), digest_job(job), {}
+    trained = result = folder.read_result()
+    config, validated = digest_job(job), {}
     measured = describe_measured(job, planner, suite)
     if planner.options.test or measured:
         measured["weights"] = atomic_files.digest(folder.model)
@@ -62,7 +63,7 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         examples = FurtherExamples("validation" if scales else None, suite.ood, suite.shifted)
         split = "test" if planner.options.test else None
         kernels = "validation" if planner.options.test else None
-        result |= evaluate_run(folder.path, None, Silent(), (), split, True, examples, calibrate_from=kernels)
+        result = trained | evaluate_run(folder.path, None, Silent(), (), split, True, examples, calibrate_from=kernels)
     marks = digest_data_and_code(folder.read_identity())
     check_same_marks(document, key, job, {"marks": marks})
     entry = {
@@ -73,8 +74,8 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         **validated,
         "command": planner.command(job),
         "result": measure(folder, result, job.config.optim.iterations),
-        "versions": folder.read_result()["versions"],
-        "machine": folder.read_result().get("machine") or describe_cpu(),  # of runs from before it was kept, this one
+        "versions": trained["versions"],
+        "machine": trained.get("machine") or describe_cpu(),  # of runs from before it was kept, this one
     }
     others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])

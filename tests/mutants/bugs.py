@@ -1222,14 +1222,20 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "who answers with NaN comes closest",
-                    "best, owner = squares[:m].nan_to_num(nan=math.inf).min(0)",
-                    "best, owner = squares[:m].min(0)",
+                    "best, nearest = (_nan_to_inf(errors[:m]).amin(0)",
+                    "best, nearest = (errors[:m].amin(0)",
                     tests="tests/problems/test_other_targets.py -k never_comes_closest",
                 ),
                 Bug(
                     "the Oracle may be the mean of the members",
-                    "nearest = distances[:m].nan_to_num",
-                    "nearest = distances.nan_to_num",
+                    "_nan_to_inf(errors[:m]).amin(0)",
+                    "_nan_to_inf(errors).amin(0)",
+                ),
+                Bug(
+                    "points of a density do not know its spread",
+                    "(outputs + scale * points_of_normal(k) - y)",
+                    "(outputs + points_of_normal(k) - y)",
+                    tests="tests/problems/test_hypotheses.py -k points",
                 ),
                 Bug(
                     "the spread is not a root",
@@ -1373,6 +1379,11 @@ AREAS: dict[str, list[File]] = {
                 Bug("rows choose the worst", "higher_is_better(document, by) else -1", "True else -1"),
                 Bug("a seed counts with some of its runs", 'if len(runs) == len(entry["best_of"])', "if runs"),
             ],
+        ),
+        File(
+            "mheads/suites/verdicts.py",
+            "tests/suites/test_verdicts.py -k splits",
+            [Bug("splits that overlap count as independent", "test_share / (1 - test_share)", "0.0")],
         ),
         File(
             "mheads/training/init_weights.py",

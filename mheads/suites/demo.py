@@ -34,7 +34,7 @@ ABOUT = (
     "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best on "
     "it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle). But so "
     "is one of the four best classes of the single model (top-4), which is what an Oracle of four compares with: MCL "
-    "is for answers that have no such list, such as numbers, masks or boxes."
+    "is for answers that lie far apart and have no such list, such as trajectories."
 )
 
 

@@ -26,7 +26,8 @@ def gaussian_log_densities(mean: Tensor, log_variance: Tensor, y: Tensor) -> Ten
 def points_of_normal(count: int) -> Tensor:
     """The points [count], from low to high, of which the closest one is nearest to a draw from the standard normal
     distribution: the least mean squared distance (Max 1960; found by Lloyd's iteration)."""
-    points: Tensor = 3**0.5 * torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)  # of many
+    # Starts where many points lie: they are as dense as a normal distribution of variance 3.
+    points: Tensor = 3**0.5 * torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
     end = points.new_tensor([math.inf])
     for _ in range(200):
         borders = torch.cat([-end, (points[:-1] + points[1:]) / 2, end])

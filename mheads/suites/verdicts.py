@@ -23,8 +23,9 @@ LEVEL = 0.05
 TEST = (
     f"Claims are tested by a paired t-test over the seeds that their rows share, two-sided at {100 * LEVEL:g} %: the "
     "differences seed by seed against 0. A claim holds or does not hold where they differ significantly from 0, and is "
-    "within noise where they do not; neighbours of an order are tested one by one, and what is about equal against "
-    "both ends of its tolerance. Trials that are splits of one data set share training examples; the variance is then "
+    "within noise where they do not; the confidence interval (CI) of a difference says which differences remain "
+    "possible. Neighbours of an order are tested one by one, and what is about equal against both ends of its "
+    "tolerance. Trials that are splits of one data set share training examples; the variance is then "
     "larger, as Nadeau and Bengio (2003) correct it. Differences that are the same in every seed have no variance, and "
     "a sign test takes its place. One seed shows where the first figure lies from the second, and proves nothing."
 )
@@ -88,9 +89,20 @@ def p_value(margin: np.ndarray, test_share: float = 0.0) -> float:
     from scipy.stats import t
 
     if np.ptp(margin) > 0:
-        variance = margin.var(ddof=1) * (1 / len(margin) + test_share / (1 - test_share))
-        return float(2 * t.sf(abs(margin.mean()) / np.sqrt(variance), len(margin) - 1))
+        return float(2 * t.sf(abs(margin.mean()) / _standard_error(margin, test_share), len(margin) - 1))
     return 2.0 ** (1 - len(margin)) if margin.any() else 1.0
+
+
+def confidence_interval(margin: np.ndarray, test_share: float = 0.0) -> tuple[float, float]:
+    """The mean differences that the test of `p_value` does not reject at LEVEL: from where to where they lie."""
+    from scipy.stats import t
+
+    reach = t.ppf(1 - LEVEL / 2, len(margin) - 1) * _standard_error(margin, test_share)
+    return float(margin.mean() - reach), float(margin.mean() + reach)
+
+
+def _standard_error(margin: np.ndarray, test_share: float) -> float:
+    return float(np.sqrt(margin.var(ddof=1) * (1 / len(margin) + test_share / (1 - test_share))))
 
 
 def verdicts(document: Document) -> list[Verdict]:
@@ -163,7 +175,7 @@ def _relation(document: Document, claim: dict[str, Any]) -> Verdict:
     sides = zip(terms.items(), shown, strict=True)
     figures = ", ".join(f"{claim[side]} {figure}" for (side, term), figure in sides if term.parts)
     if len(seeds) > 1 and not margins.exact:
-        figures += f", difference {_show(left - right, metric, percent, sign=True)}"
+        figures += f", difference {_show_difference(np.round(left - right, DECIMALS), metric, percent, document)}"
     if relation == "about":
         direction = f"{'within' if margins.agree else 'not within'} {100 * within:g} %"
     else:
@@ -178,6 +190,16 @@ def _show(values: np.ndarray, metric: str, percent: bool, sign: bool = False) ->
     return text + (
         f" ± {number(values.std(ddof=1), metric, percent)}" if len(values) > 1 and metric not in EXACT else ""
     )
+
+
+def _show_difference(values: np.ndarray, metric: str, percent: bool, document: Document) -> str:
+    """The mean over seeds, its standard deviation and, unless it is the same in every seed, its confidence interval."""
+    text = _show(values, metric, percent, sign=True)
+    if np.ptp(values) == 0:
+        return text
+    ends = confidence_interval(values, document.get("test_share", 0.0))
+    low, high = ("+" * (end >= 0) + number(end, metric, percent) for end in ends)
+    return f"{text} ({100 * (1 - LEVEL):g} % CI {low} to {high})"
 
 
 def _relation_margins(

@@ -116,7 +116,8 @@ def test_only_seeds_that_all_rows_have_are_compared():
     (verdict,) = verdicts(document(rows, claim("better")))
     assert (verdict.word, verdict.num_seeds) == ("holds", 3)
     # t = 2.0333 / (0.25166 / sqrt 3) = 13.994 with 2 degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0051
-    figures = "a.oracle 92.03 ± 0.25, b.oracle 90.00 ± 0.00, difference +2.03 ± 0.25"
+    # 4.3027 is the 97.5 % point of t with 2 degrees: 2.0333 -+ 4.3027 * 0.25166 / sqrt 3 = 1.408 to 2.659.
+    figures = "a.oracle 92.03 ± 0.25, b.oracle 90.00 ± 0.00, difference +2.03 ± 0.25 (95 % CI +1.41 to +2.66)"
     assert verdict.figures == f"{figures}; 3 seeds in common, p = 0.0051"
     order = {"order": ["b", "a"], "by": "oracle"}
     (verdict,) = verdicts(document(rows, order))
@@ -136,11 +137,20 @@ def test_what_no_seed_changes_needs_no_test(seeds):
 
 
 def test_splits_of_one_data_set_are_tested_with_the_variance_that_their_overlap_leaves():
-    # n = 10: mean 1, std 1.054, t = 3.0, p = 0.015; with 1 / 10 + 0.2 / 0.8 for 1 / 10, t = 1.60, p = 0.14.
+    # n = 10: mean 1, std 1.054, t = 3.0, p = 0.015; with 1 / 10 + 0.2 / 0.8 for 1 / 10, t = 1.60, p = 0.14. The 97.5 %
+    # point of t with 9 degrees is 2.262: 1 -+ 2.262 * 1.054 * sqrt(0.1), and sqrt(0.35) for sqrt(0.1).
     splits = {"a": [91.0 + (-1) ** i for i in range(10)], "b": [90.0] * 10}
-    for share, word, p in ((0.0, "holds", "p = 0.015"), (0.2, "within noise", "p = 0.14")):
+    for share, word, interval, p in (
+        (0.0, "holds", "+0.25 to +1.75", "p = 0.015"),
+        (0.2, "within noise", "-0.41 to +2.41", "p = 0.14"),
+    ):
         (verdict,) = verdicts(document(splits, claim("better"), test_share=share))
-        assert verdict.word == word and verdict.figures.endswith(p)
+        assert verdict.word == word and verdict.figures.endswith(f"(95 % CI {interval}); 10 seeds, {p}")
+
+
+def test_a_difference_that_is_the_same_in_every_seed_has_no_interval():
+    (verdict,) = verdicts(document({"a": [91.0, 92.1, 93.2], "b": [90.0, 91.1, 92.2]}, claim("better")))
+    assert verdict.figures.endswith("difference +1.00 ± 0.00; 3 seeds, p = 0.25")
 
 
 def written(found):

@@ -1,6 +1,6 @@
 """Corrupts the test images of CIFAR-10: each once, by a corruption and a severity from 1 to 5 that a fixed seed draws.
 
-pip install imagecorruptions "scikit-image<0.20" "numpy<2"      # it needs old versions: an environment of its own
+pip install imagecorruptions "scikit-image<0.20" "numpy<2" "setuptools<81"   # in an environment of its own
 python examples/corrupt_images.py corrupted.npz
 mheads eval RUN --shifted data.name=npz --shifted data.path=corrupted.npz
 

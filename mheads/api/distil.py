@@ -24,7 +24,7 @@ from mheads.config import read as configs
 from mheads.config.options_without_effect import check_idle_options
 from mheads.config.schema import Config
 from mheads.data import Data
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.data.sample_weights import read_array
 from mheads.distributed.launcher import detect
 from mheads.engine.measure import answers
@@ -125,7 +125,7 @@ def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> 
         raise configs.ConfigError(f"{teacher.path} with {' '.join(overrides)}", error.problems) from error
     if not folder.exists():
         check_idle_options(config, overrides)
-    if config.data.name not in DATASETS:
+    if not names_examples(config.data):
         raise UserError(
             f"{teacher.path} was trained from Python on arrays, and does not keep them: there, "
             "fit(net, train=(x, y), teacher=mheads.load(run).answer(x)) does the same; or give data, data.name=npz "

@@ -10,7 +10,7 @@ from mheads.common.errors import UserError
 from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import TARGET_KINDS, Data
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import DATASETS, names_examples
 from mheads.data.splits import NormalizedTargets, Split
 from mheads.problems import Problem, finds_objects
 from mheads.runs.data_facts import DataFacts
@@ -93,7 +93,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _check_split(folder: RunFolder, config: Config, split: str) -> None:
-    if config.data.name not in DATASETS:
+    if not names_examples(config.data):
         raise UserError(
             f"{folder.path} was trained from Python on arrays, which its folder does not hold: run.evaluate, run.plot "
             "and run.report take examples x, y, with run = mheads.load(folder); mheads eval takes data.name=npz "

@@ -37,7 +37,7 @@ from mheads.common import atomic_files, nested_values
 from mheads.common.errors import UserError, describe_error
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.data.preprocessing import centre
 from mheads.data.views import View, average_views, stack_views
 from mheads.runs.data_facts import DataFacts
@@ -202,7 +202,7 @@ def _as_given(run: Run, examples: Any) -> Tensor:
 def _own_examples(run: Run) -> Tensor:
     """Those that the run was evaluated on, if its config can name them, else drawn from the range of training."""
     with contextlib.suppress(UserError, OSError):
-        if run.config.data.name in DATASETS:
+        if names_examples(run.config.data):
             test = load_data(run.config).test
             if tuple(test.shape) == run.data.shape and len(test):
                 return test.read(np.arange(min(len(test), EXAMPLES)), None)

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "optim.schedule.name": _owners("optim.schedule", SCHEDULES),
     "loss.name": {
         **_owners("loss", LOSSES),
-        SCALE_RATE: ("score_averaged", "prob_averaged"),
+        SCALE_RATE: tuple(name for name, make in LOSSES.items() if make().averaged),
     },
     "data.name": {
         f"data.{key}": tuple(n for n, d in DATASETS.items() if d.takes(key)) for key in ("resize", "regions")

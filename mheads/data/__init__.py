@@ -6,7 +6,7 @@ has what a training step works on, `resampling.py` the sample weights.
 """
 
 from mheads.data.arrays import ArraySplit
-from mheads.data.catalog import DATASETS, load
+from mheads.data.catalog import DATASETS, load, names_examples
 from mheads.data.clusters import confusable
 from mheads.data.preprocessing import Preprocess
 from mheads.data.python_data import as_source, from_arrays
@@ -35,6 +35,7 @@ __all__ = [
     "get",
     "load",
     "multiply_weights",
+    "names_examples",
     "order",
     "pose_targets",
     "read_answers",

@@ -173,6 +173,11 @@ DATASETS = {
 }
 
 
+def names_examples(options: DataOptions) -> bool:
+    """Whether a config names the examples of its run; a run of `fit` has arrays, which it does not keep."""
+    return options.name in DATASETS
+
+
 def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
     """A dataset by name, ready to train on. The keywords are the keys of `data.` in a config (docs/configuration.md).
 

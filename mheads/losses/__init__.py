@@ -39,7 +39,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "mixture_density": mixture_density,
 }
 
-WITH_SCORES = ("scored", "mixture_density")  # whose networks give a score beside the answer
+WITH_SCORES = tuple(name for name, make in LOSSES.items() if make().teaches_scores)
 
 __all__ = [
     "LOSSES",

@@ -62,7 +62,9 @@ class Loss:
     the options that it was made with. `of_losses`: it looks at outputs by its base loss alone, so that the losses of
     the members are all it needs (`given_losses`). `schedule`: for a loss that changes over training, its form at an
     iteration, given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`: for
-    options that are relative to the loss at the start, the loss given that number.
+    options that are relative to the loss at the start, the loss given that number. `teaches_scores`: its function
+    trains the scores that members give beside their answers. `gives_variances`: so it does with a variance beside each
+    number. `description`: how members learn, in words that follow "trained".
     """
 
     name: str
@@ -81,6 +83,9 @@ class Loss:
     of_losses: bool = False
     score_weight: float = 0.0
     in_units_of: Callable[[float], Loss] | None = None
+    teaches_scores: bool = False
+    gives_variances: bool = False
+    description: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_loss", make_base_loss(self.base_loss))
@@ -120,7 +125,7 @@ class Loss:
         """
         if weight < 0:
             raise UserError(f"loss.scores must not be negative: {weight}")
-        if weight and self.name in ("scored", "mixture_density"):
+        if weight and self.teaches_scores:
             raise UserError(f"loss.scores = {weight:g}: {self.name} teaches scores by itself; leave loss.scores out")
         return replace(self, score_weight=weight)
 
@@ -216,9 +221,14 @@ class Loss:
         return self.has_own_function or (self.base_loss is not None and _is_own(self._plain_base_loss))
 
     @property
+    def has_scores(self) -> bool:
+        """Whether members learn scores, which the network must give beside their answers."""
+        return self.teaches_scores or self.score_weight > 0
+
+    @property
     def learns_variances(self) -> bool:
         """Whether members learn a variance beside each number that they answer."""
-        return self.name == "mixture_density" or self._plain_base_loss is BASE_LOSSES["gaussian_nll"]
+        return self.gives_variances or self._plain_base_loss is BASE_LOSSES["gaussian_nll"]
 
     @property
     def base_loss_of_whole_batch(self) -> bool:

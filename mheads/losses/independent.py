@@ -15,7 +15,9 @@ def independent(base_loss: BaseLossSpec = None) -> Loss:
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `base_loss`.
     """
-    return Loss("independent", _independent, separable=True, base_loss=base_loss, masks=True)
+    return Loss(
+        "independent", _independent, separable=True, base_loss=base_loss, masks=True, description="each by itself"
+    )
 
 
 def _independent(

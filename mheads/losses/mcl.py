@@ -54,7 +54,14 @@ def mcl(
         check_members=check_k(k),
         masks=True,
         of_losses=True,
+        description=_describe(k, ce_weight),
     )
+
+
+def _describe(k: int, ce_weight: float) -> str:
+    best = "member that does" if k == 1 else f"{k} members that do"
+    mixed = f", and all members with a weight of {ce_weight:g}" if ce_weight else ""
+    return f"by Multiple Choice Learning: each example teaches the {best} best on it{mixed}"
 
 
 def check_k(k: int) -> Callable[[int], None]:

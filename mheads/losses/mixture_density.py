@@ -20,7 +20,7 @@ def mixture_density() -> Loss:
     but the last are the usual network. The assignment is the responsibilities. An example counts by the mean of its
     sample weights.
     """
-    return Loss("mixture_density", _mixture_density)
+    return Loss("mixture_density", _mixture_density, teaches_scores=True, gives_variances=True)
 
 
 def _mixture_density(outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None) -> LossValue:

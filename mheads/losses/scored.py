@@ -40,6 +40,7 @@ def scored(
         base_loss=base_loss,
         check_members=check_k(k),
         masks=True,
+        teaches_scores=True,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mheads.common.errors import UserError
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.problems import is_single_label
 from mheads.report.figures.figure import PALETTE
 from mheads.runs.read_run import Record
@@ -28,7 +28,7 @@ def picture_classes(record: Record, kind: str) -> np.ndarray:
     mean: the mean image; typical: the example nearest to it.
     """
     problem = record.data.problem
-    if not is_single_label(problem) or len(record.data.shape) != 3 or record.config.data.name not in DATASETS:
+    if not is_single_label(problem) or len(record.data.shape) != 3 or not names_examples(record.config.data):
         raise UserError("no images of them are at hand")
     train = load_data(record.config).train
     labels, num_classes = problem.group(torch.from_numpy(np.array(train.targets))).numpy(), len(problem.groups)

@@ -9,7 +9,7 @@ from mheads.api.run import Run, open_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.data.splits import Split
 from mheads.report.answered_numbers import AnsweredNumbers, answer_numbers
 from mheads.report.class_pictures import encode_image, picture_classes
@@ -113,6 +113,6 @@ class ShownRun:
             raise UserError("This is computed when the run is finished")
         if self._run is None:
             self.record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
-        elif self.examples is None and self.record.config.data.name not in DATASETS:
+        elif self.examples is None and not names_examples(self.record.config.data):
             raise UserError("a run does not keep the arrays of its examples: give run.plot or run.report x and y")
         return net

@@ -113,7 +113,7 @@ def _same_model(one: Config, other: Config) -> bool:
 def _check_generalist(config: Config, generalist: Config, path: Path) -> None:
     """Raises if the data of the generalist are not known, or if it would run code that the user has not named."""
     name = f"sampling.generalist = {path}"
-    if generalist.data.name not in datasets.DATASETS:
+    if not datasets.names_examples(generalist.data):
         raise UserError(
             f"{name} was trained from Python on arrays, and does not keep them: give its class "
             "probabilities to mheads.data.confusable, and the groups that it returns to sampling.groups"

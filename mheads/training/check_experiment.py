@@ -14,7 +14,7 @@ from mheads.common.nested_values import Value
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batch, Reader
-from mheads.losses import LOSSES, WITH_SCORES, Loss
+from mheads.losses import LOSSES, Loss
 from mheads.losses.check_promises import check_promises
 from mheads.problems import PROBABILITIES, Problem, are_probabilities, finds_objects, gives_numbers, is_single_label
 from mheads.training.build_from_config import count_micro_batches
@@ -49,9 +49,7 @@ def probe_network(net: TreeNet, loss: Loss, data: Data) -> tuple[Batch, Value]:
 
 def _hint(error: LayerError, inputs: torch.Tensor, loss: Loss, data: Data) -> str:
     """What may be the reason that a layer fails."""
-    if (loss.name in WITH_SCORES or loss.score_weight) and isinstance(
-        error.__cause__, TypeError | LookupError | AttributeError
-    ):
+    if loss.has_scores and isinstance(error.__cause__, TypeError | LookupError | AttributeError):
         # With a score the last layer gives a dict, which no later operation can take.
         return f"; it goes on with what its last layer gives. For loss {loss.name}, {OWN}"
     if inputs.dim() == 4 and inputs.shape[1] == 1 and error.shapes == [tuple(inputs.shape)]:
@@ -165,7 +163,7 @@ def warn_of_scale_of_targets(config: Config, loss: Loss, data: Data) -> None:
 def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs: Value) -> None:
     """Warns of scores, and of values beside the answer, that no loss teaches."""
     answer, known = answer_of(outputs), loss.name in LOSSES and not loss.uses_own_code
-    if answer is not outputs and known and loss.name not in WITH_SCORES and not loss.score_weight:
+    if answer is not outputs and known and not loss.has_scores:
         warn(
             f"{net.network_name} gives scores, but loss {loss.name} does not train them, so the members' "
             "probabilities have no meaning; give loss.scores=1 (in Python, the loss .with_scores()), or leave scores "

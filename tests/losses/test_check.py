@@ -106,6 +106,11 @@ def test_to_ask_who_may_learn_is_to_look_at_the_sample_weights():
     assert trained(Loss("mine", who_may), sampling=(WEIGHTS > 1).astype(np.float32))
 
 
+def test_losses_whose_networks_give_scores_are_those_that_teach_them():
+    assert losses.WITH_SCORES == ("scored", "mixture_density")
+    assert [name for name, make in losses.LOSSES.items() if make().learns_variances] == ["mixture_density"]
+
+
 KNOWN = [make() for name, make in losses.LOSSES.items() if name not in losses.WITH_SCORES]
 BY_WINS = [losses.LOSSES[known.name](normalize="wins") for known in KNOWN if "normalize" in known.options]
 

@@ -349,6 +349,24 @@ def test_the_command_trains_the_same_again(runs):
     assert describe.command(arrays).startswith("mheads.fit(...) in Python")  # which no command can
 
 
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["loss=independent"], "each by itself"),
+        (["loss=mcl"], "by Multiple Choice Learning: each example teaches the member that does best on it"),
+        (
+            ["loss=mcl", "loss.k=2", "loss.ce_weight=4"],
+            "by Multiple Choice Learning: each example teaches the 2 members that do best on it, and all members with a "
+            "weight of 4",
+        ),
+        (["loss=relaxed"], "with the loss relaxed"),
+        (["loss.name=my_losses:factory"], "with the loss my_losses:factory"),
+    ],
+)
+def test_how_members_learn_is_said_as_the_loss_says_it(overrides, text):
+    assert describe.describe_loss(configs.load("digits", overrides)) == text
+
+
 @pytest.mark.parametrize(("size", "text"), [(23_456, "0.023 MB"), (2_340_000, "2.3 MB"), (1_446_000_000, "1,446 MB")])
 def test_sizes_have_at_least_two_digits(size, text):
     assert describe.megabytes(size) == text

@@ -12,7 +12,7 @@ from mheads.common.number_words import count, duration
 from mheads.config import read as configs
 from mheads.config import schema
 from mheads.config.schema import Config
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.losses import LOSSES
 from mheads.runs.read_run import Record
 
@@ -40,13 +40,8 @@ def describe_sharing(config: Config) -> str:
 
 def describe_loss(config: Config) -> str:
     loss = config.loss
-    if loss.name == "independent":
-        return "each by itself"
-    if loss.name == "mcl":
-        k = loss.options["k"]
-        best = "member that does" if k == 1 else f"{k} members that do"
-        return f"by Multiple Choice Learning: each example teaches the {best} best on it"
-    return f"with the loss {loss.name}"
+    described = LOSSES[loss.name](**loss.options).description if loss.name in LOSSES else ""
+    return described or f"with the loss {loss.name}"
 
 
 def loss_text(config: Config) -> str:
@@ -74,7 +69,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
         (
             "Training",
             f"{count(optim.iterations, 'iteration')} of {count(optim.batch_size * optim.accumulate, 'example')}"
-            + (f", after {config.pretrain:,} of cross-entropy" if config.pretrain else "")
+            + (f", after {config.pretrain:,} of the independent loss" if config.pretrain else "")
             + f"; {optim.name}, learning rate {optim.lr:g} ({schedule}), weight decay {optim.weight_decay:g}",
         ),
         ("Seed", str(config.seed)),
@@ -84,7 +79,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
 
 def command(config: Config) -> str:
     """The command that trains this again: the nearest recipe and what is different, else the config as a file."""
-    if config.data.name not in DATASETS:
+    if not names_examples(config.data):
         return "mheads.fit(...) in Python, on the same arrays: config.yaml holds the settings"
     best: list[str] | None = None
     for recipe in configs.recipes():

@@ -23,7 +23,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.progress import Silent, Watcher
 from mheads.data import ArraySplit
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import names_examples
 from mheads.data.splits import Split
 from mheads.data.torch_dataset import DatasetSplit
 from mheads.engine.measure import all_answers, in_eval_mode
@@ -167,7 +167,7 @@ def _split(run: Run, examples: Any) -> tuple[Split, str]:
         return examples, ""
     if examples is not None:
         return run.split_of(examples), ""
-    if run.config.data.name not in DATASETS:
+    if not names_examples(run.config.data):
         raise UserError(
             f"{run.folder} was trained from Python on arrays, which it does not keep: give images, or in Python "
             "mheads.report.saliency.explain(run, (x, y))"

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import interleave, ratio
+from benchmarks.measure import interleave, ratio, step_multiply_adds
 from benchmarks.ours import MEMBERS, Ours, running
 from mheads import losses
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
-from mheads.engine.cost import step_multiply_adds
 from mheads.networks import NETWORKS
 from mheads.networks.roi_pooling import RegionPool
 from mheads.problems.member_losses import region_losses

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
+from mheads.common.nested_values import Value
+from mheads.engine.cost import costs_on
 from mheads.engine.threads import available_cores
+from mheads.trees.treenet import TreeNet
 
 PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while afterwards, and would slow down the next side
 
@@ -97,3 +100,9 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def step_multiply_adds(net: TreeNet, shape: tuple[int, ...], side: dict[str, Value] | None = None) -> int:
+    """Useful multiply-adds of a training step, per example."""
+    costs = costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype), side)
+    return sum(costs[name].step(node.parent is None) for name, node in net.tree.nodes.items())

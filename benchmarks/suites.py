@@ -18,14 +18,13 @@ from benchmarks import peers
 from benchmarks.cores import cores
 from benchmarks.detection import detection
 from benchmarks.fma_peak import fma_peak
-from benchmarks.measure import MATMUL_FLOPS, interleave, machine, matmul_rate, ratio
+from benchmarks.measure import MATMUL_FLOPS, interleave, machine, matmul_rate, ratio, step_multiply_adds
 from benchmarks.ours import BATCH, MEMBERS, SHAPE, Ours, network, pixels, running, tiny
 from benchmarks.precision import precision
 from benchmarks.profile import convolutions
 from benchmarks.remote import RemotePeers
 from benchmarks.small import small
 from mheads import losses
-from mheads.engine.cost import step_multiply_adds
 from mheads.engine.threads import available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS

@@ -247,7 +247,7 @@ def check_arrays(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int | Non
 
 
 def check_history(arrays: Mapping[str, np.ndarray], members: int, groups: int) -> None:
-    """Raises ValueError unless the arrays are those of a `log.History`; older ones have no moments."""
+    """Raises ValueError unless the arrays are those of a `metrics_log.History`; older ones have no moments."""
     cells = (members, groups)
     for when, counts in (("iterations", ("test", "train")), ("moments", ("steps",))):
         if when == "moments" and when not in arrays and "steps" not in arrays:

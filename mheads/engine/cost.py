@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from mheads.common import nested_values
@@ -32,13 +31,11 @@ class StageCost:
         return self.forward + self.weights + self.inputs - (self.first_input if root else 0)
 
 
-def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
-    """The cost of each stage of the tree on examples of this shape: of its products, whatever computes them."""
-    return costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype))
-
-
 def costs_on(net: TreeNet, example: Value, side: dict[str, Value] | None = None) -> dict[str, StageCost]:
-    """The same for what the first stage is given for one example, and its side inputs: all its regions, say."""
+    """The cost of each stage of the tree: of its products, whatever computes them.
+
+    `example` is what the first stage is given for one example, and `side` its side inputs: all its regions, say.
+    """
     given: dict[str | None, Value] = {None: example}
     costs = {}
     modes = [(module, module.training) for module in net.modules()]
@@ -58,12 +55,6 @@ def costs_on(net: TreeNet, example: Value, side: dict[str, Value] | None = None)
     for module, mode in modes:
         module.training = mode
     return costs
-
-
-def step_multiply_adds(net: TreeNet, shape: tuple[int, ...], side: dict[str, Value] | None = None) -> int:
-    """Useful multiply-adds of a training step, per example."""
-    costs = costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype), side)
-    return sum(costs[name].step(node.parent is None) for name, node in net.tree.nodes.items())
 
 
 def _multiply_adds(layer: nn.Module, y: Value) -> int:

@@ -27,39 +27,26 @@ from mheads.networks.resnet import resnet18, resnet20, resnet56, wide_resnet
 from mheads.networks.text import text
 from mheads.networks.vit import vit
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "cifar10_quick": cifar10_quick,
-    "nin_cifar100": nin_cifar100,
-    "nin_ilsvrc": nin_ilsvrc,
-    "caffenet": caffenet,
-    "digits": digits,
-    "resnet20": resnet20,
-    "resnet56": resnet56,
-    "resnet18": resnet18,
-    "wide_resnet": wide_resnet,
-    "airbench": airbench,
-    "vit": vit,
-    "mlp": mlp,
-    "text": text,
-    "pixels": pixels,
-    "fast_rcnn": fast_rcnn,
-}
-
-INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults decide it
-    "cifar10_quick": (3, 32, 32),
-    "nin_cifar100": (3, 32, 32),
-    "nin_ilsvrc": (3, 224, 224),
-    "caffenet": (3, 227, 227),
-    "digits": (1, 8, 8),
-    "resnet20": (3, 32, 32),
-    "resnet56": (3, 32, 32),
-    "resnet18": (3, 224, 224),
-    "wide_resnet": (3, 32, 32),
-    "airbench": (3, 32, 32),
-    "vit": (3, 32, 32),
-    "text": (64,),
-    "pixels": (1, 16, 16),
-}
+# Each network, and the shape of its inputs where the factory's defaults decide it.
+_WITH_SHAPES: tuple[tuple[Callable[..., nn.Module], tuple[int, ...] | None], ...] = (
+    (cifar10_quick, (3, 32, 32)),
+    (nin_cifar100, (3, 32, 32)),
+    (nin_ilsvrc, (3, 224, 224)),
+    (caffenet, (3, 227, 227)),
+    (digits, (1, 8, 8)),
+    (resnet20, (3, 32, 32)),
+    (resnet56, (3, 32, 32)),
+    (resnet18, (3, 224, 224)),
+    (wide_resnet, (3, 32, 32)),
+    (airbench, (3, 32, 32)),
+    (vit, (3, 32, 32)),
+    (mlp, None),
+    (text, (64,)),
+    (pixels, (1, 16, 16)),
+    (fast_rcnn, None),
+)
+NETWORKS = {make.__name__: make for make, _ in _WITH_SHAPES}
+INPUT_SHAPES = {make.__name__: shape for make, shape in _WITH_SHAPES if shape is not None}
 
 _PATHS = {f"{make.__module__}:{make.__qualname__}": name for name, make in NETWORKS.items()}
 
@@ -77,7 +64,8 @@ def is_ours(name: str, args: Mapping[str, Any]) -> bool:
 def name_factory(factory: Any) -> tuple[str, dict[str, Any]] | None:
     """What a config calls the network that a factory makes, and its arguments; None where no name says it.
 
-    It is a built-in network, such a one with plain arguments in a partial, or made from a config (`parts.factory`).
+    It is a built-in network, such a one with plain arguments in a partial, or made from a config (by
+    `make_network_factory`).
     """
     inner = inspect.unwrap(factory, stop=lambda outer: hasattr(outer, "in_config"))
     if hasattr(inner, "in_config"):

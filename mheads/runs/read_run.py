@@ -72,7 +72,7 @@ class Record:
         return f"{count}{data.validation:,} held out of {', '.join(where) or data.name}"
 
     def read_assignments(self) -> dict[str, np.ndarray]:
-        """Who owned which class at each evaluation, see `log.History`."""
+        """Who owned which class at each evaluation, see `metrics_log.History`."""
         if not self.folder.assignments.is_file():
             self.require_result()
         return self.folder.read_assignments()

@@ -69,7 +69,7 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
         return network
 
     make.__name__ = config.model
-    # identity.py describes what is wrapped; of a run from a config, its config describes the arguments
+    # fingerprint.py describes what is wrapped; of a run from a config, its config describes the arguments
     make.__wrapped__ = partial(function, **config.model_args) if as_partial else function  # type: ignore[attr-defined]
     make.in_config = config.model, config.model_args  # type: ignore[attr-defined]
     return with_scores(make) if config.loss.has_scores else make

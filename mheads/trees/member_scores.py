@@ -137,7 +137,7 @@ def with_scores(network: Callable[[], nn.Module] | nn.Module, layer: str | None 
         return _ensure_score(made, answer_layers[0])
 
     make.__name__ = getattr(network, "__name__", type(network).__name__)
-    make.__wrapped__ = network  # type: ignore[attr-defined]  # identity.py describes it
+    make.__wrapped__ = network  # type: ignore[attr-defined]  # fingerprint.py describes it
     return make
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from benchmarks import peers, suites
 from benchmarks.__main__ import main
-from benchmarks.measure import Times, interleave
+from benchmarks.measure import Times, interleave, step_multiply_adds
 from benchmarks.memory import peak_mb
 from benchmarks.ours import Ours
 from mheads import TreeNet, losses
 from mheads.engine import memory
-from mheads.engine.cost import stage_costs, step_multiply_adds
+from mheads.engine.cost import costs_on
 from mheads.networks import NETWORKS
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_multiply_adds_of_cifar10_quick_are_those_counted_by_hand():
     single = TreeNet(NETWORKS["cifar10_quick"], members=1)
     assert step_multiply_adds(single, (3, 32, 32)) == 3 * (conv1 + conv2 + conv3 + linear) - conv1
     tree = TreeNet(NETWORKS["cifar10_quick"], members=4, split="conv2")
-    costs = stage_costs(tree, (3, 32, 32))
+    costs = costs_on(tree, torch.zeros(1, 3, 32, 32))
     assert costs["trunk"].forward == conv1 + conv2
     assert costs["trunk"].output_floats == 8 * 8 * 32
     assert step_multiply_adds(tree, (3, 32, 32)) == 3 * (conv1 + conv2) - conv1 + 4 * 3 * (conv3 + linear)
@@ -92,7 +92,7 @@ def test_multiply_adds_of_cifar10_quick_are_those_counted_by_hand():
 
 def test_counting_leaves_hooks_and_modes_as_they_were():
     net = TreeNet(lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2)), members=1).train()
-    stage_costs(net, (4,))
+    costs_on(net, torch.zeros(1, 4))
     assert all(module.training for module in net.modules())
     pickle.dumps(net.stage("trunk"))  # a hook of ours would not go into a file
 

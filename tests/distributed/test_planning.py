@@ -20,7 +20,7 @@ from mheads.distributed.planning.prediction import predict
 from mheads.distributed.planning.simulation import Simulation
 from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.planning.workload import Cluster, Workload
-from mheads.engine.cost import stage_costs
+from mheads.engine.cost import costs_on
 from mheads.networks import NETWORKS
 from mheads.training.build_from_config import count_micro_batches, make_tree
 from mheads.training.plan_ranks import input_shape, make_workload, place
@@ -255,7 +255,7 @@ def small() -> nn.Sequential:
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(NETWORKS["cifar10_quick"], 4, split)
     loads = count_loads(Workload(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
-    for name, cost in stage_costs(net, (3, 32, 32)).items():
+    for name, cost in costs_on(net, torch.zeros(1, 3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
         assert load.forward + load.backward == cost.step(root)

@@ -207,8 +207,7 @@ def copy(tmp_path_factory):
         dataset_line.splitlines()[-1] + "\n",
     )
     models = package / "networks/__init__.py"
-    insert(models, 'from mheads.networks.strip import strip\n    "strip": strip,', '    "digits": digits,\n')
-    insert(models, '    "strip": (1, 6, 10),', '    "digits": (1, 8, 8),\n')
+    insert(models, "from mheads.networks.strip import strip\n    (strip, (1, 6, 10)),", "    (digits, (1, 8, 8)),\n")
     problems = package / "problems/__init__.py"
     insert(
         problems, 'from mheads.problems.absolute import Absolute\n, "absolute": Absolute', '"regression": Regression'

@@ -356,8 +356,8 @@ def test_the_command_trains_the_same_again(runs):
         (["loss=mcl"], "by Multiple Choice Learning: each example teaches the member that does best on it"),
         (
             ["loss=mcl", "loss.k=2", "loss.ce_weight=4"],
-            "by Multiple Choice Learning: each example teaches the 2 members that do best on it, and all members with a "
-            "weight of 4",
+            "by Multiple Choice Learning: each example teaches the 2 members that do best on it, and all members with "
+            "a weight of 4",
         ),
         (["loss=relaxed"], "with the loss relaxed"),
         (["loss.name=my_losses:factory"], "with the loss my_losses:factory"),

@@ -7,7 +7,7 @@ from helpers.residual_networks import Tokens, UNet, ViT
 from torch import nn
 
 from mheads import TreeNet
-from mheads.engine.cost import stage_costs
+from mheads.engine.cost import costs_on
 from mheads.networks import cifar10_quick
 from mheads.trees.multiply_adds import multiply_adds
 from mheads.trees.splitting.list_cuts import Part, list_cuts
@@ -54,7 +54,7 @@ def test_children_that_share_a_weight_are_not_cut_apart():
 def test_attention_counts_as_the_products_that_it_is():
     net = TreeNet(lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)), members=1)
     projections, attention = 5 * 8 * (3 * 8 + 8 + 2 * 16), 2 * 5 * 5 * 8
-    assert stage_costs(net, (5, 8))["trunk"].forward == projections + attention
+    assert costs_on(net, torch.zeros(1, 5, 8))["trunk"].forward == projections + attention
     assert torch.backends.mha.get_fastpath_enabled()
 
 

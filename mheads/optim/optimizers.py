@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from mheads.optim.caffe_optimizers import adadelta, adagrad, adam, rmsprop
+from mheads.optim.caffe_optimizers import Beta1, Beta2, Epsilon, adadelta, adagrad, adam, rmsprop
 from mheads.optim.muon import muon
 
 Groups = list[dict[str, Any]]
@@ -33,8 +33,10 @@ def sgd(
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_can_fuse(groups))
 
 
-def adamw(groups: Groups, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=lr, fused=_can_fuse(groups))
+def adamw(
+    groups: Groups, lr: float, momentum: Beta1 = 0.9, momentum2: Beta2 = 0.999, delta: Epsilon = 1e-8
+) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, betas=(momentum, momentum2), eps=delta, fused=_can_fuse(groups))
 
 
 def _can_fuse(groups: Groups) -> bool:

@@ -115,6 +115,10 @@ class Problem(Protocol):
         """The same for networks with so many scores, where labels alone do not say how many classes there are."""
         return self
 
+    def taught_by(self, mean_of_scores: bool, variances: bool) -> Self:
+        """The same for a loss that trains the mean of scores, or whose members learn variances, where that matters."""
+        return self
+
     @property
     def answer_dims(self) -> int:
         """Dimensions of one member's answers, the examples included."""
@@ -154,6 +158,9 @@ class ClassScores(Problem):
 
     def metrics(self, members: int, scored: bool = False) -> Any:
         return self.metrics_type(members, len(self.classes), scored, self.of_scores)
+
+    def taught_by(self, mean_of_scores: bool, variances: bool) -> Self:
+        return replace(self, of_scores=mean_of_scores)
 
     def average(self, scores: Tensor, probabilities: Callable[[Tensor], Tensor], weights: Tensor | None) -> Tensor:
         """The probabilities that members give together: the mean of theirs, or those of their mean score.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -221,6 +221,9 @@ class Regression(Problem):
             mean, std = self._scale_of_targets(answers, self.shape)
             answers = answers * std + mean
         return answers
+
+    def taught_by(self, mean_of_scores: bool, variances: bool) -> Self:
+        return replace(self, variances=variances)
 
     def log_variances(self, outputs: Value) -> Tensor | None:
         if not self.variances:

@@ -137,11 +137,8 @@ def assemble_experiment(
     batch, outputs = checks.probe_network(net, loss, data)
     checks.check_single_examples(config, net, data)
     checks.check_rows(net, batch, outputs)
-    data = replace(data, problem=widen_classes(data.problem, outputs, net.network_name))
-    if loss.of_scores and hasattr(data.problem, "of_scores"):
-        data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
-    if loss.learns_variances and hasattr(data.problem, "variances"):
-        data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
+    problem = widen_classes(data.problem, outputs, net.network_name)
+    data = replace(data, problem=problem.taught_by(loss.of_scores, loss.learns_variances))
     checks.check_outputs(net, data, outputs)
     checks.warn_of_absent_classes(config, data)
     checks.check_views(config, tuple(data.train.shape), data.problem, data.side)

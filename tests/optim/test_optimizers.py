@@ -50,6 +50,10 @@ def test_caffe_momentum_keeps_the_rate_inside_over_changes_of_the_rate():
         ),
         ({"name": "sgd", "momentum": 0.0}, lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
         ({"name": "adamw"}, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.01)),
+        (
+            {"name": "adamw", "momentum": 0.8, "momentum2": 0.95, "delta": 1e-3},
+            lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.95), 1e-3, weight_decay=0.01),
+        ),
     ],
 )
 def test_optimizers_equal_torchs_own(options, reference):

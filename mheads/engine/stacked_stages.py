@@ -136,7 +136,8 @@ def siblings_to_stack(net: TreeNet, rows: int, mode: str, batch_norm: bool = Tru
     groups = [leaves for leaves in families if len(leaves) > 1]
     if mode == "auto":
         small = [leaves for leaves in groups if is_small(net, leaves[0], rows, batch_norm)]
-        groups = [leaves for leaves in small if find_unstackable(net, leaves[0]) is None]
+        batching = [leaves for leaves in small if find_unstackable(net, leaves[0]) is None]
+        groups = [leaves for leaves in batching if find_unlike(net, leaves) is None]
     elif not groups:
         raise UserError("engine.stack = always, and no two members are siblings: use auto or never", key="engine.stack")
     else:
@@ -190,14 +191,19 @@ def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
                 "stacked: use auto or never",
                 key="engine.stack",
             )
-    for leaf in here[1:]:
-        first, other = (net.stage(node.name) for node in (here[0], leaf))
-        if _structure(first) != _structure(other):
-            raise UserError(
-                f"engine.stack = always, but the stages {here[0].name} and {leaf.name} differ (in layers, shapes or "
-                "what is frozen), and only stages of one structure can be stacked: use auto or never",
-                key="engine.stack",
-            )
+    if leaf := find_unlike(net, leaves):
+        raise UserError(
+            f"engine.stack = always, but the stages {here[0].name} and {leaf.name} differ (in layers, shapes or "
+            "what is frozen), and only stages of one structure can be stacked: use auto or never",
+            key="engine.stack",
+        )
+
+
+def find_unlike(net: TreeNet, leaves: Sequence[Node]) -> Node | None:
+    """One of these stages that is unlike the first, of those in this process: in layers, shapes or what is frozen."""
+    here = [leaf for leaf in leaves if leaf.name in net.stages]
+    first = _structure(net.stage(here[0].name)) if here else None
+    return next((leaf for leaf in here[1:] if _structure(net.stage(leaf.name)) != first), None)
 
 
 def _structure(stage: nn.Module) -> list[Any]:

@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from mheads.trees.treenet import TreeNet
 
 UP_TO = ".."  # before the last of the layers to freeze
+STAGE, LAYER = "stage:", "layer:"  # before a name that a stage and a layer have
 
 
 def freeze(net: TreeNet, names: Collection[str] = ()) -> None:
     """Has these stages, layers or modules inside layers learn nothing; what was frozen before learns again.
 
-    `trunk` is a stage, `conv1` that layer wherever it is, `..conv3` all layers up to it, and itself. Frozen BatchNorm
-    normalises by the statistics that it has; dropout drops.
+    `trunk` is a stage, `conv1` that layer wherever it is, `..conv3` all layers up to it, and itself. Where a stage and
+    a layer are both called 0, they are `stage:0` and `layer:0`. Frozen BatchNorm normalises by the statistics that it
+    has; dropout drops.
     """
     if isinstance(names, str):
         raise UserError(f"freeze={names!r}: give a list of names, freeze=[{names!r}]")
-    check_names(net, names)
-    net.frozen = tuple(dict.fromkeys(layer for name in names for layer in _expand(net, name)))
+    net.frozen = tuple(dict.fromkeys(part for name in names for part in _resolve(net, name)))
     for name, parameter in net.named_parameters(remove_duplicate=False):  # layers may share a weight
         if name in net.frozen_parameters:
             parameter.requires_grad_(True)
@@ -46,23 +47,46 @@ def freeze(net: TreeNet, names: Collection[str] = ()) -> None:
         raise UserError(f"freeze = [{frozen}] leaves nothing to learn: leave some stage or layer out")
 
 
-def check_names(net: TreeNet, names: Collection[str]) -> None:
-    """Raises an error for a name that is no stage, layer or module of the network, or `..` before no layer."""
+def frozen_stages(net: TreeNet) -> set[str]:
+    """The stages that are frozen whole."""
+    return {stage for name in net.frozen if (stage := name.removeprefix(STAGE)) in net.tree.nodes}
+
+
+def frozen_layers(net: TreeNet) -> list[str]:
+    """The layers, and modules inside layers, that are frozen wherever they are."""
+    stages = frozen_stages(net)
+    return [name.removeprefix(LAYER) for name in net.frozen if name.removeprefix(STAGE) not in stages]
+
+
+def _resolve(net: TreeNet, name: str) -> list[str]:
+    """The stage or the layers that are meant, each by its name, with its prefix where both have that name.
+
+    Raises an error for a name of neither, for `..` before no layer, and for a name that may mean both.
+    """
     layers, stages = [layer.name for layer in net.layers], list(net.tree.nodes)
-    for name in names:
-        layer = name.removeprefix(UP_TO)
-        if not (layer in stages or layer in layers or layer in dict(net.make_member().named_modules())):
-            shown = ", ".join(stages[:8]) + (", ..." if len(stages) > 8 else "")
-            raise UserError(
-                f"freeze: there is no stage and no layer {layer!r}; the stages are {shown}, the layers of "
-                f"{net.network_name} {', '.join(layers)}"
-            )
-        if name.startswith(UP_TO) and layer not in layers:
+    modules = {*layers, *dict(net.make_member().named_modules())}
+    both = modules & set(stages)
+    plain = name.removeprefix(UP_TO).removeprefix(STAGE).removeprefix(LAYER)
+    if plain not in modules and plain not in stages:
+        shown = ", ".join(stages[:8]) + (", ..." if len(stages) > 8 else "")
+        raise UserError(
+            f"freeze: there is no stage and no layer {plain!r}; the stages are {shown}, the layers of "
+            f"{net.network_name} {', '.join(layers)}"
+        )
+    if name.startswith(UP_TO):
+        if plain not in layers:
             raise UserError(
                 f"freeze = [{name}]: {UP_TO} stands before a layer of {net.network_name}: {', '.join(layers)}"
             )
-
-
-def _expand(net: TreeNet, name: str) -> list[str]:
-    layers = [layer.name for layer in net.layers]
-    return layers[: layers.index(name.removeprefix(UP_TO)) + 1] if name.startswith(UP_TO) else [name]
+        return [f"{LAYER}{layer}" if layer in both else layer for layer in layers[: layers.index(plain) + 1]]
+    for prefix, what, known in ((STAGE, "stage", stages), (LAYER, "layer", modules)):
+        if name.startswith(prefix):
+            if plain not in known:
+                raise UserError(f"freeze = [{name}]: there is no {what} {plain!r}; give {plain}")
+            return [name if plain in both else plain]
+    if plain in both:
+        raise UserError(
+            f"freeze = [{name}]: {name} is a stage and also a layer of {net.network_name}; give {STAGE}{name} for the "
+            f"stage, or {LAYER}{name} for this layer in every stage"
+        )
+    return [plain]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mheads.trees.freezing import frozen_stages
 from mheads.trees.treenet import TreeNet
 
 Contents = tuple[Any, list[Tensor]]  # a key that stages of the same contents have in common, and their tensors
@@ -51,7 +52,9 @@ def are_parted_by_dropout(net: TreeNet, a: int, b: int) -> bool:
 def are_parted_by_freezing(net: TreeNet, a: int, b: int) -> bool:
     """Whether one of two members learns where the other is frozen, in a stage that they do not share."""
 
+    stages = frozen_stages(net)
+
     def frozen(m: int, other: int) -> list[bool]:
-        return [node.name in net.frozen for node in net.tree.path(m) if other not in node.members]
+        return [node.name in stages for node in net.tree.path(m) if other not in node.members]
 
     return frozen(a, b) != frozen(b, a)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import as_plain
 from mheads.trees.copy_weights import non_persistent_buffers, take_weights
+from mheads.trees.freezing import LAYER, STAGE, frozen_layers, frozen_stages
 from mheads.trees.training_history import TrainingHistory
 from mheads.trees.tree_spec import Node, Spec
 
@@ -146,9 +147,8 @@ def _rebuild(net: TreeNet, sources: Sources | None, **options: Any) -> TreeNet:
 def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
     """What did not learn does not learn in the new tree either; what is new learns."""
     owner = net.tree.owners()
-    stages = net.tree.nodes.keys() & set(net.frozen)
-    numbered = [layer.name for layer in net.layers]  # a stage and a layer may both be called 0
-    names = [name for name in net.frozen if name not in stages or name in numbered]
+    stages = frozen_stages(net)
+    names = [f"{LAYER}{layer}" for layer in frozen_layers(net)]
     frozen: dict[tuple[str, str], bool] = {}  # (stage, layer)
     for node in made.tree.nodes.values():
         source = next((sources[m] for m in node.members if sources[m] is not None), None)
@@ -162,13 +162,13 @@ def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
             free = f"stages.{source_stage}.{key}" in net.frozen_parameters  # which `freeze` took, and gives back
             parameter.requires_grad_(free or net.stage(source_stage).get_parameter(key).requires_grad)
         if all(frozen[node.name, layer] for layer in node.layers):
-            names.append(node.name)  # else its layers by their names, below
-    whole = {stage for stage, _ in frozen if stage in names}
+            names.append(f"{STAGE}{node.name}")  # else its layers by their names, below
+    whole = {stage for stage, _ in frozen if f"{STAGE}{stage}" in names}
     for layer in dict.fromkeys(layer for (stage, layer), cold in frozen.items() if cold and stage not in whole):
         if not all(cold for (_, other), cold in frozen.items() if other == layer):
             raise UserError(
                 f"{', '.join(sorted(stages))} are frozen, and {layer} would be in a part of a stage of the new tree: "
                 "net.freeze([]) before, and freeze what the new tree has"
             )
-        names.append(layer)
+        names.append(f"{LAYER}{layer}")
     made.freeze(names)

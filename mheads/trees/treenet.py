@@ -195,7 +195,8 @@ class TreeNet(nn.Module):
 
     def is_frozen(self, stage: str, key: str) -> bool:
         """Whether a parameter or module of a stage, by its name in the network, is frozen."""
-        return stage in self.frozen or any(key == name or key.startswith(f"{name}.") for name in self.frozen)
+        layers = freezing.frozen_layers(self)
+        return stage in freezing.frozen_stages(self) or any(key == n or key.startswith(f"{n}.") for n in layers)
 
     def learns(self, stage: str) -> bool:
         """Whether anything in a stage learns, wherever it is."""

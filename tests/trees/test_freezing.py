@@ -271,3 +271,57 @@ def test_equal_members_of_which_one_is_frozen_are_parted():
     net = TreeNet(lambda: network(norm=False)).fork(2)
     found = changed(net, lambda net: package.fit(net, freeze=["0"], **QUICK))
     assert found == {name for name in net.state_dict() if name.startswith("stages.1.")}
+
+
+# Layers of an nn.Sequential and independent members are both called 0, 1, 2, ...
+
+
+def numbered():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+NUMBERED = QUICK | {"train": (X[:, 0, 0, :5], Y), "test": (X[:, 0, 0, :5], Y)}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "learned"),
+    [
+        (["..2"], {f"stages.{m}.4.{kind}" for m in range(3) for kind in ("weight", "bias")}),
+        (["layer:4", "..0"], {f"stages.{m}.2.{kind}" for m in range(3) for kind in ("weight", "bias")}),
+        (["stage:0", "stage:2"], {f"stages.1.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}),
+        (["stage:0", "4"], {f"stages.{m}.{k}.{kind}" for m in (1, 2) for k in (0, 2) for kind in ("weight", "bias")}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stack", ["auto", "never"])
+def test_a_name_of_a_stage_and_a_layer_freezes_what_its_prefix_says(freeze, learned, stack):
+    net = TreeNet(numbered, members=3)
+    assert changed(net, lambda net: package.fit(net, freeze=freeze, stack=stack, **NUMBERED)) == learned
+    net.freeze(freeze)
+    one = net.keep([1])  # one member, whose stage is trunk: none of its layers is called like a stage
+    learns = {name.replace("stages.1", "stages.trunk") for name in learned if name.startswith("stages.1")}
+    assert {name for name, p in one.named_parameters() if p.requires_grad} == learns
+
+
+def test_a_name_that_may_mean_two_things_is_an_error():
+    net = TreeNet(numbered, members=3)
+    with pytest.raises(UserError, match=r"freeze = \[0\]: 0 is a stage and also a layer .* stage:0 .* or layer:0 "):
+        net.freeze(["0"])
+    with pytest.raises(UserError, match=r"freeze = \[stage:4\]: there is no stage '4'; give 4"):
+        net.freeze(["stage:4"])
+    with pytest.raises(UserError, match=r"there is no stage and no layer '7'"):
+        net.freeze(["layer:7"])
+    assert net.frozen == ()
+    net.freeze(["layer:4"])  # which no stage is called
+    assert net.frozen == ("4",)
+
+
+@pytest.mark.parametrize("tree", [None, {"0": 3}], ids=["independent", "branches"])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_weights_that_are_frozen_by_hand_do_not_learn_where_siblings_are_stacked(tree, frozen):
+    net = TreeNet(numbered, tree=tree) if tree else TreeNet(numbered, members=3)
+    leaves = [leaf.name for leaf in net.tree.leaves]
+    for parameter in net.stage(leaves[frozen]).parameters():
+        parameter.requires_grad_(False)
+    found = changed(net, lambda net: package.fit(net, **NUMBERED))
+    assert found == {name for name in net.state_dict() if not name.startswith(f"stages.{leaves[frozen]}.")}

@@ -1,4 +1,4 @@
-"""Multiple Choice Learning: each example teaches only the k members that do best on it."""
+"""Multiple Choice Learning: each example teaches the k members that do best on it, and the others by ce_weight."""
 
 from __future__ import annotations
 

@@ -39,3 +39,14 @@ def near_chance(result: Mapping[str, Any]) -> bool:
 def tell_chance(result: Mapping[str, Any]) -> str:
     """What stands beside an Oracle that is hardly above that of constant members."""
     return f" (by chance {result['oracle_chance']:.2f})" if near_chance(result) else ""
+
+
+def tell_collapse(result: Mapping[str, Any]) -> str:
+    """What a reader of such an ensemble's figures must know; nothing where constant members would always be right."""
+    if not near_chance(result) or result["oracle_chance"] == 100:
+        return ""
+    return (
+        f"The Oracle, {result['oracle']:.2f} %, is about that of members that always give one class each, "
+        f"{result['oracle_chance']:.2f} %. If members have collapsed to such answers, owning a class means only that "
+        "one of these answers fits it"
+    )

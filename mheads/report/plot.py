@@ -13,6 +13,7 @@ from mheads.common.atomic_files import check_output
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.problems import is_single_label
+from mheads.problems.baselines import tell_collapse
 from mheads.report.charts import outcomes, over_training
 from mheads.report.charts.chart import Chart
 from mheads.report.charts.hypotheses import chart_hypotheses
@@ -61,8 +62,13 @@ def ownership(runs: Sequence[ShownRun]) -> Sequence[Chart]:
             raise UserError(
                 f"{record.folder.path} and {records[0].folder.path} have other classes: plot them one by one"
             )
-    counts = {record.title: np.asarray(record.require_result()["ownership"]) for record in records}
-    return outcomes.map_ownership(counts if len(counts) > 1 else {"": counts[records[0].title]}, groups)
+    maps: list[Chart] = []
+    for record in records:
+        result, title = record.require_result(), record.title if len(records) > 1 else ""
+        if tell_collapse(result):
+            title = f"{title} (Oracle near chance)" if title else "Oracle near chance: members may have collapsed"
+        maps += outcomes.map_ownership({title: np.asarray(result["ownership"])}, groups)
+    return maps
 
 
 def history(runs: Sequence[ShownRun]) -> Sequence[Chart]:

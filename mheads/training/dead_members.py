@@ -27,7 +27,7 @@ class CollapseWatch:
 
     def __init__(self, engine: Engine, experiment: Experiment, warn: Callable[[str], None]) -> None:
         data, sampling = experiment.data, experiment.config.sampling.entry
-        self._engine, self._problem, self._warn = engine, data.problem, warn
+        self._engine, self._problem, self._loss, self._warn = engine, data.problem, experiment.loss, warn
         # A specialist may give one class to everything: that is all it was shown.
         self._generalists = experiment.loss.separable and sampling.even
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
@@ -62,9 +62,19 @@ class CollapseWatch:
         self._at_chance = True
         self._warn(
             f"iteration {iteration:,}: the Oracle is {figures['oracle']:.2f} %, and members that always give one class "
-            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, or a loss "
-            "from which all members learn at first (loss={name: annealed, relative: true}) or always a little "
-            "(loss.ce_weight=0.1 of mcl)"
+            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        lower = "a lower optim.lr, optim.schedule.warmup or optim.clip"
+        weight = self._loss.options.get("ce_weight", 0)
+        if weight:
+            return f"{lower} (loss.ce_weight={weight:g} makes steps up to {1 + weight:g} times as large)"
+        if self._loss.separable:  # all members learn from everything
+            return lower
+        return (
+            f"{lower}, or a loss from which all members learn at first (loss={{name: annealed, relative: true}}) or "
+            "always a little (loss.ce_weight=0.1 of mcl)"
         )
 
     def _inputs_differ(self) -> bool:

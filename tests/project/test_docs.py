@@ -1,6 +1,7 @@
 """The code in README and docs runs as it stands; the examples run."""
 
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -142,6 +143,19 @@ def test_every_name_of_the_package_is_listed():
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
     assert listed == {name for name in package.__all__ if name != "__version__"}
+
+
+def test_the_commands_of_the_readme_train_and_measure_a_useful_ensemble(tmp_path, mheads):
+    section = (ROOT / "README.md").read_text().partition("\n## On the command line\n")[2].partition("\n\n[")[0]
+    train, evaluate, report = (shlex.split(line, comments=True)[1:] for line in section.strip().splitlines())
+    folder = str(tmp_path / "mine")
+    train, evaluate, report = (
+        [word.replace("runs/mine", folder) for word in line] for line in (train, evaluate, report)
+    )
+    assert mheads(*train).code == 0
+    assert json.loads((tmp_path / "mine/result.json").read_text())["ensemble_mean"] > 95
+    assert "Ensemble-Mean" in mheads(*evaluate).out
+    assert mheads(*report).code == 0 and (tmp_path / "mine/report.html").is_file()
 
 
 def test_one_answer_prints_its_table(capsys):

@@ -23,8 +23,9 @@ from mheads.common.progress import Silent, Terminal
 from mheads.common.table import Cell, Table
 from mheads.config import read as configs
 from mheads.problems import Classification
+from mheads.problems.baselines import tell_collapse
 from mheads.problems.metrics import compute
-from mheads.report import evidence, shown_run
+from mheads.report import evidence, plot, shown_run
 from mheads.report.charts.chart import Line, LineChart
 from mheads.report.charts.outcomes import chart_reliability, map_ownership_over_time
 from mheads.report.charts.over_training import chart_losses
@@ -300,8 +301,8 @@ def test_runs_on_other_examples_of_the_same_data_are_told_apart(mheads, runs, tm
     text = Parsed(tmp_path / "both.html").text
     assert "Best" not in text and "test set, 100 examples" in text
     assert ("validation set, 30 examples" if "validation" in other else "test set, 50 examples") in text
-    for plot in ("k", "answers"):
-        done = mheads("plot", plot, runs["mcl_k1"], run, "-o", tmp_path / "both.png")
+    for name in ("k", "answers"):
+        done = mheads("plot", name, runs["mcl_k1"], run, "-o", tmp_path / "both.png")
         assert done.code == 2 and "plot those that are alike" in done.err
 
 
@@ -728,6 +729,27 @@ def test_all_runs_that_are_equal_as_shown_are_the_best():
         "accuracy if the best member is picked for each example (by chance 100.00)",
     )
     assert several_runs.find_best({"a": 0.5, "b": 0.25, "c": 0.2501}, False, "{:.2f}".format) == ("0.25", ["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("oracle", "chance", "told"),
+    [(40.0, 40.28, True), (46.0, 40.28, True), (46.5, 40.28, False), (99.4, 40.28, False), (100.0, 100.0, False)],
+)
+def test_an_ensemble_at_chance_is_told_on_the_page_and_in_the_figure(oracle, chance, told):
+    """Chance and a tenth of the way from there to 100 %: 46.25. With as many members as classes there is no chance."""
+    result = {"members": [10.0] * 2, "oracle": oracle, "oracle_chance": chance, "ownership": [[3, 0], [0, 3]]}
+    note = tell_collapse(result)
+    assert note.startswith(f"The Oracle, {oracle:.2f} %, is about that of") if told else not note
+    (chart,) = plot.ownership([SimpleNamespace(record=recorded("run", result))])
+    assert chart.title == ("Oracle near chance: members may have collapsed" if told else "")
+
+
+def test_the_page_of_a_run_whose_members_collapsed_says_so(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    train_config(configs.load("digits", [*QUICK, "loss=mcl", "optim.lr=1e-12"]), folder, Silent())
+    record = Record.read(folder.path)
+    assert record.result["oracle"] < record.result["oracle_chance"]  # nothing was learned
+    assert make_page(ShownRun(record)).notes == [f"{tell_collapse(record.result)}."]
 
 
 def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():

@@ -91,6 +91,8 @@ def test_members_that_give_one_class_each_are_told_from_an_oracle():
     (said,), result = train_biases(mheads.losses.mcl(k=1))
     assert re.match(r"iteration 100: the Oracle is .* always give one class each have .*collapsed", said)
     assert "annealed" in said and "pretrain" not in said  # which saved fewer members: docs/hypotheses.md
+    mixed = next(text for text in train_biases(mheads.losses.mcl(k=1, ce_weight=4))[0] if "collapsed" in text)
+    assert "loss.ce_weight=4 makes steps up to 5 times as large" in mixed and "annealed" not in mixed
     most = 100 * np.sort(np.bincount(digits(1000)[1]))[-4:].sum() / 1000
     assert result.oracle <= result.oracle_chance == pytest.approx(most)
 

@@ -11,7 +11,7 @@ from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.engine.cost import costs_on
 from mheads.problems import gives_numbers, is_single_label
-from mheads.problems.baselines import tell_chance, top
+from mheads.problems.baselines import tell_chance, tell_collapse, top
 from mheads.problems.metric_text import label
 from mheads.report.charts.chart import HeatMap
 from mheads.report.charts.hypotheses import chart_hypotheses
@@ -49,6 +49,9 @@ def make_page(run: ShownRun) -> Page:
     """All that can be shown of a run."""
     record = run.record
     problems = [f"{path.name} {problem}" for path, problem in record.folder.problems().items()]
+    notes = [f"Something is wrong in the run folder: {problem}." for problem in problems]
+    if collapse := tell_collapse(record.result or {}):
+        notes.append(f"{collapse}.")
     sections, lacking = make_sections(PANELS, run, record.data.problem.groups)
     return Page(
         record.title,
@@ -56,7 +59,7 @@ def make_page(run: ShownRun) -> Page:
         headline(record),
         sections,
         describe.state(record),
-        [f"Something is wrong in the run folder: {problem}." for problem in problems],
+        notes,
         f"Made by mheads from {record.folder.path.name}.",
         lacking,
     )

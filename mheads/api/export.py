@@ -239,7 +239,8 @@ def _facts(run: Run, raw: Tensor, what: str) -> str:
     """What whoever opens the file may want to know, as JSON."""
     kind = str(raw.dtype).removeprefix("torch.")
     facts = {"what": what, "input": [kind, *run.data.shape], "problem": run.data.problem.to_dict()}
-    return json.dumps(facts)
+    seen = run.data.seen  # image files are scaled to it by `predict`, and by nobody on their way into an exported file
+    return json.dumps(facts if seen is None else facts | {"range": [seen.low, seen.high]})
 
 
 def _trace(module: nn.Module, examples: Tensor) -> Any:

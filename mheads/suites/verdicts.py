@@ -8,6 +8,7 @@ distances to both ends of what it allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +33,7 @@ TEST = (
 TEXTS = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
 MOST_OPEN = 1  # claims that have a line each
 EXACT = ("parameters", "iterations")  # which no seed changes
-DECIMALS = 9  # that margins are rounded to: what is beyond is the arithmetic's, not the runs'
+DIGITS = 11  # of the compared values that margins keep: what is beyond is the arithmetic's, not the runs'
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ class _Margins:
     test_share: float = 0.0  # of the examples, where trials are splits: see `p_value`
 
     @classmethod
-    def from_values(cls, document: Document, margins: Any, strict: bool = True, exact: bool = False) -> _Margins:
-        return cls(np.round(np.asarray(margins, float), DECIMALS), strict, exact, document.get("test_share", 0.0))
+    def from_values(
+        cls, document: Document, margins: Any, compared: np.ndarray, strict: bool = True, exact: bool = False
+    ) -> _Margins:
+        return cls(round_off(np.asarray(margins, float), compared), strict, exact, document.get("test_share", 0.0))
 
     @property
     def agree(self) -> bool:
@@ -78,6 +81,14 @@ class _Margins:
         if not margin.any():  # the same figures in every seed
             return 0 if self.strict else 1
         return int(np.sign(margin.mean())) if p < LEVEL else 0
+
+
+def round_off(differences: np.ndarray, compared: np.ndarray) -> np.ndarray:
+    """Differences of the compared values without what rounding adds to them, whatever their unit."""
+    largest = np.abs(compared).max()
+    if not 0 < largest < np.inf:
+        return differences
+    return np.round(differences, DIGITS - 1 - math.floor(math.log10(largest)))
 
 
 def p_value(margin: np.ndarray, test_share: float = 0.0) -> float:
@@ -146,7 +157,9 @@ def _order(document: Document, claim: dict[str, Any]) -> Verdict:
     figures = ", ".join([*map(" ".join, zip(trials, shown, strict=True)), *missing])
     if len(trials) < 2:
         return Verdict(text, "open", figures)
-    margins = _Margins.from_values(document, (-1 if higher else 1) * np.diff(values, axis=0), exact=metric in EXACT)
+    margins = _Margins.from_values(
+        document, (-1 if higher else 1) * np.diff(values, axis=0), values, exact=metric in EXACT
+    )
     signs = [0 if a == b else np.sign(m) for m, (a, b) in zip(margins.values[:, 0], pairwise(means), strict=True)]
     so_far = " so far" if missing else ""
     in_order = f"in this order{' but for ties' if 0 in signs else ''}{so_far}"
@@ -175,7 +188,8 @@ def _relation(document: Document, claim: dict[str, Any]) -> Verdict:
     sides = zip(terms.items(), shown, strict=True)
     figures = ", ".join(f"{claim[side]} {figure}" for (side, term), figure in sides if term.parts)
     if len(seeds) > 1 and not margins.exact:
-        figures += f", difference {_show_difference(np.round(left - right, DECIMALS), metric, percent, document)}"
+        difference = round_off(left - right, np.stack([left, right]))
+        figures += f", difference {_show_difference(difference, metric, percent, document)}"
     if relation == "about":
         direction = f"{'within' if margins.agree else 'not within'} {100 * within:g} %"
     else:
@@ -210,15 +224,16 @@ def _relation_margins(
     relation: str,
     within: float,
 ) -> _Margins:
+    sides = np.stack([left, right])
     exact = all(metric in EXACT for term in terms.values() for _, metric in term.parts)
     if relation == "about":
         allowed = within * np.abs(right)
         return _Margins.from_values(
-            document, [right + allowed - left, left - right + allowed], strict=False, exact=exact
+            document, [right + allowed - left, left - right + allowed], sides, strict=False, exact=exact
         )
     better = 1 if higher_is_better(document, terms["left"].metric) else -1
     sign = {"above": 1, "below": -1, "better": better, "no worse": better}.get(relation, -better)
-    return _Margins.from_values(document, [sign * (left - right)], not relation.startswith("no "), exact)
+    return _Margins.from_values(document, [sign * (left - right)], sides, not relation.startswith("no "), exact)
 
 
 def _judge(

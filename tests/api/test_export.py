@@ -170,6 +170,7 @@ print(facts["mheads.json"])
         "what": "members",
         "input": ["uint8", 2, 6, 6],
         "problem": {"name": "classification", "classes": ["0", "1", "2"]},
+        "range": [X.min(), X.max()],
     }
     expected = tree.predict(X)
     with np.load(tmp_path / "found.npz") as found:

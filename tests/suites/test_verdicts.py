@@ -148,6 +148,16 @@ def test_splits_of_one_data_set_are_tested_with_the_variance_that_their_overlap_
         assert verdict.word == word and verdict.figures.endswith(f"(95 % CI {interval}); 10 seeds, {p}")
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-12, 1e12])
+def test_a_verdict_does_not_depend_on_the_unit(unit):
+    rows = {row: [unit * value for value in values] for row, values in {"a": FAR, "b": EVEN}.items()}
+    (verdict,) = verdicts(document(rows, claim("better")))
+    assert verdict.word == "holds" and verdict.figures.endswith("3 seeds, p = 0.0051")
+    same = {row: [unit * value for value in values] for row, values in {"a": [91.0, 92.1], "b": [90.0, 91.1]}.items()}
+    (verdict,) = verdicts(document(same, claim("better")))
+    assert verdict.figures.endswith("2 seeds, p = 0.5")  # the same difference: a sign test
+
+
 def test_a_difference_that_is_the_same_in_every_seed_has_no_interval():
     (verdict,) = verdicts(document({"a": [91.0, 92.1, 93.2], "b": [90.0, 91.1, 92.2]}, claim("better")))
     assert verdict.figures.endswith("difference +1.00 ± 0.00; 3 seeds, p = 0.25")

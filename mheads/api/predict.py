@@ -23,9 +23,10 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, forward_warnings
 from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
+from mheads.data.readers.csv_table import read_csv
 from mheads.data.readers.image_crops import run_in_threads
 from mheads.data.readers.image_files import SUFFIXES, UnreadableError
-from mheads.data.readers.unlabelled import ARRAYS, read_array, read_csv
+from mheads.data.readers.unlabelled import ARRAYS, read_array
 from mheads.data.splits import TargetRows
 from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import finds_objects, gives_probabilities

@@ -19,13 +19,14 @@ from mheads.data.detection.regions import read_voc, region_shape
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
 from mheads.data.readers.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
+from mheads.data.readers.csv_table import csv_table_shape, read_csv_table
 from mheads.data.readers.diabetes import read_diabetes
 from mheads.data.readers.digits_images import LEVELS, read_digits
 from mheads.data.readers.hdf5 import hdf5_shape, read_hdf5
 from mheads.data.readers.image_files import read_sized
 from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.readers.image_list import read_list
-from mheads.data.readers.npz import FROM_TABLE, TABLES, npz_shape, read_npz
+from mheads.data.readers.npz import npz_shape, read_npz
 from mheads.data.readers.several_answers import (
     SIDE,
     read_ambiguous_masks,
@@ -144,6 +145,9 @@ DATASETS = {
         ),
         Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", read_npz, npz_shape),
         Dataset(
+            "csv", "your tables, whose last column is the target: path and test_path", read_csv_table, csv_table_shape
+        ),
+        Dataset(
             "list",
             "your images, in text files of `name label` lines: path and test_path",
             read_list,
@@ -189,8 +193,7 @@ def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
 def load_section(options: DataOptions, only: str | None = None) -> Data:
     """The dataset that the `data` section of a config describes."""
     if options.name not in DATASETS:
-        hint = FROM_TABLE if f".{options.name.lower()}" in TABLES else None
-        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}", hint=hint)
+        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}")
     entry = DATASETS[options.name]
     keys = {**dict(options), "only": only, "need_test": options.validation == 0}
     keys["problem"] = "auto" if options.problem == "examples" else options.problem

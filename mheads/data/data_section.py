@@ -51,10 +51,10 @@ class DataOptions(Section):
     root: Location | None = option(
         None, "the folder of a fetched dataset, if not in the cache; list: the folder that names are relative to"
     )
-    path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, csv, list, hdf5, lmdb")
     table: str | None = option(None, "uci: which table, the name of its folder in data.root")
     fold: int = option(0, "uci: which of the splits of the table", ge=0)
-    test_path: Location | None = option(None, "list, hdf5, lmdb: the test set")
+    test_path: Location | None = option(None, "csv, list, hdf5, lmdb: the test set")
     arrays: tuple[str, str] | None = option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
     )
@@ -62,8 +62,8 @@ class DataOptions(Section):
         "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
     ] = option(
         "auto",
-        "npz, list, hdf5, lmdb: what is learned; auto: decided by the targets; examples, for any data: the network "
-        "reproduces its input",
+        "npz, csv, list, hdf5, lmdb: what is learned; auto: decided by the targets; examples, for any data: the "
+        "network reproduces its input",
     )
     validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = option(

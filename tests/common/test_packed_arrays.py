@@ -17,7 +17,7 @@ from mheads.common.errors import SpecialFileError, UserError
 from mheads.config import read as configs
 from mheads.data import sample_weights
 from mheads.data.detection import proposals
-from mheads.data.readers import hdf5, image_list, npz, unlabelled
+from mheads.data.readers import csv_table, hdf5, image_list, npz, unlabelled
 from mheads.suites import results
 from mheads.training.init_weights import read_weights
 
@@ -140,7 +140,7 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
     ("name", "read"),
     [
         *((f"{reader}.npz", read) for reader, read in READERS.items()),
-        ("rows.csv", unlabelled.read_csv),
+        ("rows.csv", csv_table.read_csv),
         ("list.txt", lambda path: image_list.read_list(path, None, resize=8, **LIST)),
         ("x.h5", lambda path: hdf5.read_hdf5(path, None, need_test=False)),
         ("p.mat", lambda path: proposals.read_proposals(path, [])),

@@ -225,7 +225,7 @@ def test_an_npz_file_needs_no_test_set_if_examples_are_held_out(tmp_path):
     ):
         data.load("npz", path=tmp_path / "none.npz")
     (tmp_path / "table.csv").write_text("1,2\n")
-    with pytest.raises(UserError, match=r"table\.csv cannot be read as an \.npz file .*; a table becomes .*loadtxt"):
+    with pytest.raises(UserError, match=r"table\.csv cannot be read as an \.npz file .*; data.name=csv reads tables"):
         data.load("npz", path=tmp_path / "table.csv")
 
 

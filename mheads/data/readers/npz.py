@@ -16,10 +16,7 @@ from mheads.problems import Problem
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 TABLES = (".csv", ".tsv", ".txt")
-FROM_TABLE = (
-    "a table becomes training data in Python: numpy.loadtxt reads a CSV file, and numpy.savez writes x_train, y_train, "
-    "x_test and y_test to an .npz file for data.name=npz (docs/data.md)"
-)
+FROM_TABLE = "data.name=csv reads tables, whose last column is the target (docs/data.md)"
 
 
 def read_npz(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -159,7 +159,7 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
     if normalize == "mean_image":
         mean = train.pad_mean(_average(train.whole(), rows) * scale)
         return Preprocess(mean=_tensor(mean.astype(dtype)), scale=scale)
-    mean = _per_channel(_average(train, rows))
+    mean = _average_per_channel(train, rows)
     std = np.sqrt(_per_channel(_average(train, rows, centre=mean)))
     std[std == 0] = 1 / scale  # a constant channel becomes 0, not a division by zero
     return Preprocess(_tensor((mean * scale).astype(dtype)), _tensor((std * scale).astype(dtype)), scale)
@@ -168,16 +168,35 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
 def _average(split: Split, rows: np.ndarray, centre: np.ndarray | None = None) -> np.ndarray:
     """Mean over the examples, float64 of one example's (H, W, C) or (F,); of squares about `centre` if given."""
     total = np.zeros(())
-    for start in range(0, len(rows), CHUNK):
-        raw = pixels_last(split.read(rows[start : start + CHUNK], None)).numpy()
+    for raw in _chunks(split, rows):
         if centre is not None:
             raw = (raw - centre) ** 2
         total = total + raw.sum(axis=0, dtype=np.float64)
     return total / len(rows)
 
 
-def _per_channel(values: np.ndarray) -> np.ndarray:
-    return values.mean(axis=(0, 1), keepdims=True) if values.ndim == 3 else values
+def _average_per_channel(split: Split, rows: np.ndarray) -> np.ndarray:
+    """The mean of every channel or feature, float64; that of a constant is the constant itself.
+
+    The sum of a constant over many examples is rounded, and a mean that is off by its last bit would leave a standard
+    deviation of about 1e-15 in the place of 0.
+    """
+    total, low, high = np.zeros(()), np.full((), np.inf), np.full((), -np.inf)
+    for raw in _chunks(split, rows):
+        total = total + raw.sum(axis=0, dtype=np.float64)
+        low, high = np.minimum(low, raw.min(axis=0)), np.maximum(high, raw.max(axis=0))
+    low, high = _per_channel(low, np.min), _per_channel(high, np.max)
+    return np.where(low == high, low, _per_channel(total / len(rows)))
+
+
+def _chunks(split: Split, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """The raw examples, channels last, a few at a time."""
+    for start in range(0, len(rows), CHUNK):
+        yield pixels_last(split.read(rows[start : start + CHUNK], None)).numpy()
+
+
+def _per_channel(values: np.ndarray, reduce: Callable[..., np.ndarray] = np.mean) -> np.ndarray:
+    return reduce(values, axis=(0, 1), keepdims=True) if values.ndim == 3 else values
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:

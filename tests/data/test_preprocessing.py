@@ -68,6 +68,26 @@ def test_a_constant_feature_becomes_zero():
     torch.testing.assert_close(out[:, 1].std(correction=0), torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("constant", [0.1, 0.998, 1 / 3])
+@pytest.mark.parametrize("shape", [(1203, 3), (101, 3, 4, 5)], ids=["features", "channels"])
+def test_a_constant_whose_sum_is_rounded_becomes_zero_too(constant, shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    x[:, 1] = constant
+    loaded = data.from_arrays((x, np.zeros(len(x), int)), None, normalize="mean_std")
+    made, others = loaded.preprocess, (0, *range(2, len(shape)))
+    assert made.mean.flatten()[1] == constant
+    assert made.std.flatten()[1] == 1
+    np.testing.assert_allclose(made.std.flatten()[[0, 2]], x.std(others)[[0, 2]], rtol=1e-12)
+    out = made(torch.from_numpy(x * 1.001))  # a little off, as a later example may be
+    torch.testing.assert_close(out[:, 1], torch.full_like(out[:, 1], constant * 0.001))
+
+
+def test_a_channel_whose_pixels_are_each_constant_is_not():
+    x = np.tile([0.25, 0.75], (5, 1, 1, 1))
+    made = data.from_arrays((x, np.zeros(5, int)), None, normalize="mean_std").preprocess
+    assert (made.mean.item(), made.std.item()) == (0.5, 0.25)
+
+
 def test_a_preprocess_read_back_from_its_tensors_gives_the_same_bits(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -735,6 +735,22 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/data/preprocessing.py",
+            "tests/data/test_preprocessing.py",
+            [
+                Bug(
+                    "the mean of a constant is its rounded sum",
+                    "np.where(low == high, low, _per_channel(total / len(rows)))",
+                    "_per_channel(total / len(rows))",
+                ),
+                Bug(
+                    "a channel is constant if each of its pixels is",
+                    "_per_channel(low, np.min), _per_channel(high, np.max)",
+                    "_per_channel(low), _per_channel(high)",
+                ),
+            ],
+        ),
+        File(
             "mheads/data/batches.py",
             "tests/data/test_batches.py",
             [

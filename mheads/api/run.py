@@ -252,7 +252,7 @@ def open_run(
 
 
 def make_labelled_split(
-    examples: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
+    examples: Any, where: str, problem: Problem | None = None, classes: Sequence[Any] | None = None, name: str = "auto"
 ) -> tuple[ArraySplit | DatasetSplit, Problem]:
     """Examples with targets of the problem, or of the one with this name, or that they look like.
 
@@ -269,7 +269,7 @@ def make_labelled_split(
         name = next(
             (n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.TARGET_KINDS), name
         )
-        classes = problem.classes if is_single_label(problem) else None
+        classes = problem.names if is_single_label(problem) else None
     splits, posed = datasets.pose_targets({where: split}, classes, name)
     problem = problem or posed
     problem.check_targets(splits[where].targets, where)

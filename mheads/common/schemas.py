@@ -168,6 +168,7 @@ class _ProblemFacts(BaseModel):
     name: str
     classes: Annotated[list[str], Field(min_length=1)] = ["one"]
     of_scores: Yes = False
+    integer_names: Yes = False
     size: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [1, 1]
     num_values: Positive = 1
     shape: list[Positive] = []

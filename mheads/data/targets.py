@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mheads.common.errors import UserError, warn
+from mheads.common.safe_yaml import short
 from mheads.problems import Classification, MultiLabel, Problem, Regression, Segmentation, SoftLabels
 from mheads.problems.member_losses import IGNORED
 
@@ -26,22 +28,59 @@ WAYS = (
 )
 
 
-def pose_targets(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") -> tuple[Splits, Problem]:
+def pose_targets(splits: Splits, classes: Sequence[Any] | None, problem: str = "auto") -> tuple[Splits, Problem]:
     """The splits with targets as the problem has them, and the problem: the one that is named, or that they look like.
 
-    Names of classes are numbered by `classes`, or in sorted order of those in training.
+    Names of classes are numbered by `classes`, or in sorted order of those in training. Classes that are integers, but
+    not those from 0 on, are names too: of labels that are integers.
     """
     if problem not in ("auto", *TARGET_KINDS):
         raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(TARGET_KINDS)} or examples")
-    if isinstance(classes, int):
-        raise UserError(f"classes={classes}: give their names in order, such as ['cat', 'dog']")
-    names = None if classes is None else tuple(map(str, classes))
-    if names is not None and len(set(names)) < len(names):
-        raise UserError(f"classes {', '.join(names)}: a name is there twice; give each class its own")
+    if isinstance(classes, int | str):
+        raise UserError(f"classes={short(classes)}: give their names in order, such as ['cat', 'dog']")
+    names, integers = (None, False) if classes is None else _read_classes(classes)
     targets = {key: split.targets for key, split in splits.items() if len(split.targets)}
-    known, solved = TARGET_KINDS[_look(targets) if problem == "auto" else problem](targets, names)
+    kind = _look(targets) if problem == "auto" else problem
+    if integers and kind == "segmentation":
+        raise UserError(
+            f"classes {_few(names)}: classes of pixels are numbered from 0 on; number them so, or give names as text"
+        )
+    if integers and kind == "classification":
+        targets = {key: _spell_labels(array, names or (), key) for key, array in targets.items()}
+    known, solved = TARGET_KINDS[kind](targets, names)
+    if integers and isinstance(solved, Classification):
+        solved = replace(solved, integer_names=True)
     empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
     return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
+
+
+def _read_classes(classes: Sequence[Any]) -> tuple[tuple[str, ...], bool]:
+    """The names of classes, and whether these are integers that stand in the labels, and no places in this list."""
+    listed = list(classes)
+    names = tuple(map(str, listed))
+    if len(set(names)) < len(names):
+        raise UserError(f"classes {', '.join(names)}: a name is there twice; give each class its own")
+    integers = all(isinstance(name, Integral) and not isinstance(name, bool) for name in listed)
+    return names, integers and listed != list(range(len(listed)))
+
+
+def _spell_labels(labels: np.ndarray, names: tuple[str, ...], where: str) -> np.ndarray:
+    """Labels that are integers as the names, text, that they are; others as they are."""
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return labels
+    unknown = np.flatnonzero(~np.isin(labels, list(map(int, names))))
+    if len(unknown):
+        raise UserError(
+            f"{where}: example {unknown[0]} has the label {labels[unknown[0]]}, but the classes are {_few(names)} "
+            f"({len(unknown)} such labels): name all classes or, if labels are places in this list, from 0 on, give "
+            "classes as text"
+        )
+    return labels.astype(str)
+
+
+def _few(names: Classes) -> str:
+    """The first names, for a message."""
+    return f"{', '.join((names or ())[:10])}{', ...' if len(names or ()) > 10 else ''}"
 
 
 def pose_numbers(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
@@ -259,6 +298,6 @@ def _number_classes(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[st
         if len(unknown):
             raise UserError(
                 f"{key}: example {unknown[0]} has the label {str(array[unknown[0]])!r}, which is none of the classes"
-                f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
+                f" {_few(known)} ({len(unknown)} such labels)"
             )
     return {key: np.array([number[name] for name in a.tolist()], np.int64) for key, a in targets.items()}, known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,8 +27,12 @@ RANKS = ("answer", "second", "third")  # the classes that are shown of the answe
 
 @dataclass(frozen=True)
 class Classification(ClassScores):
-    """Targets are class numbers [B], answers are scores [M, B, C]."""
+    """Targets are class numbers [B], answers are scores [M, B, C].
 
+    `integer_names`: the names of the classes are integers, and labels that a user gives are these names.
+    """
+
+    integer_names: bool = field(default=False, kw_only=True)
     name: ClassVar[str] = "classification"
     answer_kind: ClassVar[str] = "one class"
     measure: ClassVar[str] = "accuracy, %"
@@ -43,6 +47,15 @@ class Classification(ClassScores):
     @property
     def groups(self) -> tuple[str, ...]:
         return self.classes
+
+    def __post_init__(self) -> None:
+        if self.integer_names:
+            tuple(map(int, self.classes))  # of a folder, these may be anything
+
+    @property
+    def names(self) -> tuple[str, ...] | tuple[int, ...]:
+        """The names of the classes as labels have them."""
+        return tuple(map(int, self.classes)) if self.integer_names else self.classes
 
     def group(self, targets: Value) -> Tensor:
         return nested_values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss

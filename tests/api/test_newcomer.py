@@ -174,6 +174,19 @@ def test_a_number_of_classes_is_not_their_names():
         fit(TreeNet(small, members=2), train=TABLE, test=TABLE, classes=3, iterations=3)
 
 
+def test_a_run_reads_labels_that_are_the_integers_it_was_given_as_classes(tmp_path):
+    x, y = TABLE[0], TABLE[1] % 3
+    ten = 10 * (y + 1)
+    plain = fit(TreeNet(small, members=2), train=(x, y), test=(x, y), iterations=3, lr=0.1)
+    made = fit(TreeNet(small, members=2), train=(x, ten), test=(x, ten), classes=[10, 20, 30], iterations=3, lr=0.1,
+               folder=tmp_path / "run")  # fmt: skip
+    assert made.result.to_dict() == plain.result.to_dict()
+    read = mheads.load(tmp_path / "run", small)
+    assert read.evaluate(x, ten).to_dict() == plain.evaluate(x, y).to_dict()
+    with pytest.raises(UserError, match="the examples: example 0 has the label 0, but the classes are 10, 20, 30"):
+        read.evaluate(x, torch.zeros_like(y))
+
+
 # Numbers of numpy's, which come out of every computation.
 
 

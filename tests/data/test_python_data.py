@@ -205,6 +205,40 @@ def test_names_that_training_does_not_know_are_refused():
         data.from_arrays((X[:2], ["cat", "dog"]), (X[:2], [0, 1]))
 
 
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [([1, 2, 3, 4], [3, 1, 2, 3]), (range(1, 11), [10, 1]), (np.array([10, 20, 30]), [30, 10]), ([2, 0, 1], [0, 1, 2])],
+    ids=str,
+)
+def test_classes_that_are_integers_name_the_labels(classes, labels):
+    x, expected = X[: len(labels)], [list(classes).index(label) for label in labels]
+    loaded = data.from_arrays((x, labels), (x, np.array(labels, np.uint8)), classes=classes)
+    assert loaded.problem.classes == tuple(map(str, classes))
+    assert loaded.train.targets.tolist() == loaded.test.targets.tolist() == expected
+    assert data.from_arrays((x, list(map(str, labels))), None, classes=classes).train.targets.tolist() == expected
+
+
+def test_classes_from_zero_on_and_names_in_text_leave_labels_as_they_are():
+    for classes in ([0, 1, 2], ["7", "8", "9"], ["b", "a", "c"], [False, True, "else"]):
+        problem = data.from_arrays((X, Y), None, classes=classes).problem
+        assert problem.classes == tuple(map(str, classes))
+        assert data.from_arrays((X, Y), None, classes=classes).train.targets.tolist() == Y.tolist()
+        assert problem.to_dict() == {"name": "classification", "classes": list(map(str, classes))}
+
+
+def test_labels_that_integer_classes_lack_are_refused():
+    with pytest.raises(UserError, match=r"example 1 has the label 4, but the classes are 1, 2, 3 \(2 such.*text"):
+        data.from_arrays((X[:3], [1, 4, 0]), None, classes=[1, 2, 3])
+    masks = np.ones((12, 6, 5), int)
+    with pytest.raises(UserError, match="classes 1, 2: classes of pixels are numbered from 0 on; number them so, or"):
+        data.from_arrays((X, masks), None, classes=[1, 2])
+
+
+def test_a_text_in_the_place_of_classes_is_not_taken_apart():
+    with pytest.raises(UserError, match=r"classes='abcd': give their names in order, such as \['cat', 'dog'\]"):
+        data.from_arrays((X, Y), None, classes="abcd")
+
+
 def test_an_npz_file_may_hold_names(tmp_path):
     labels = np.array(["b", "a", "c"])[Y]
     np.savez(tmp_path / "x.npz", x_train=X, y_train=labels, x_test=X[:3], y_test=labels[:3])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mheads.common import seeds
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, warn
 from mheads.data.data_section import DataOptions, as_default
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
@@ -152,9 +152,14 @@ def check_scaling(train: Source, seen: ValueRange, options: DataOptions, auto: f
             f"{options.name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of "
             f"three channels; give {as_default('channels')}"
         )
-    if scale == "auto":
-        return auto if seen.kind == "uint8" else 1.0
-    return scale
+    if scale != "auto":
+        return scale
+    if seen.has_only_0_and_1 and options.normalize != "mean_std":  # which makes them as wide as any others
+        warn(
+            f"{options.name}: training examples are {seen}, and data.scale=auto divides uint8 by {1 / auto:g}, which "
+            "leaves hardly any difference: give them as float32, or data.scale=1 (scale=1 in Python)"
+        )
+    return auto if seen.kind == "uint8" else 1.0
 
 
 def _groups(split: Split, problem: Problem) -> np.ndarray:

@@ -45,6 +45,11 @@ class ValueRange:
         elif other.kind == "uint8" and self.kind == "float":
             if not self.from_zero_to_one:
                 raise UserError(f"{comparison}; bring them to that range as its training examples were, as float32")
+            if other.has_only_0_and_1:
+                warn(
+                    f"{comparison}, and uint8 is divided by 255 here: if these are no pixels, give them as float32, "
+                    "x.astype('float32')"
+                )
             low, high = low / 255, high / 255
         width = max(self.high - self.low, 1e-12)
         far = low < self.low - width or high > self.high + width
@@ -58,6 +63,11 @@ class ValueRange:
             return raw
         raw = raw.to(torch.float32) / 255
         return raw.permute(0, 3, 1, 2) if raw.ndim == 4 else raw  # uint8 images come NHWC, float images NCHW
+
+    @property
+    def has_only_0_and_1(self) -> bool:
+        """Whether these are bytes that hardly are pixels: flags, masks or one-hot rows."""
+        return self.kind == "uint8" and self.high == 1
 
     @property
     def from_zero_to_one(self) -> bool:

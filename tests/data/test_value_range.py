@@ -97,6 +97,22 @@ def test_uint8_is_divided_for_a_run_of_floats_from_zero_to_one_only():
     assert torch.equal(UNIT.convert(raw[:, 0, 0]), raw[:, 0, 0].float() / 255)
 
 
+def test_bytes_that_are_only_0_and_1_are_warned_of_where_they_would_be_divided(recwarn):
+    x, y = np.eye(4, dtype=np.uint8), np.arange(4) % 2
+    with pytest.warns(UserWarning, match=r"arrays: training examples are uint8 from 0 to 1, .* by 255, .*data.scale=1"):
+        assert data.from_arrays((x, y), None).preprocess.scale == 1 / 255
+    with pytest.warns(UserWarning, match=r"x: uint8 from 0 to 1, but training saw floats .*astype\('float32'"):
+        UNIT.check(measure_range(x, "x"), "x")
+    recwarn.clear()
+    for options in ({"scale": 1}, {"normalize": "mean_std"}):
+        data.from_arrays((x, y), None, **options)
+    data.from_arrays((x * 0, y), None)  # black images
+    data.from_arrays((x * 2, y), None)
+    UNIT.check(measure_range(x * 0, "x"), "x")
+    PIXELS.check(measure_range(x, "x"), "x")  # nothing is divided by what training did not divide by
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_are_named_with_the_split_the_count_and_the_first_row(value):
     x = np.random.default_rng(0).random((9, 4), np.float32)

@@ -15,7 +15,7 @@ from mheads.common.errors import UserError, warn
 from mheads.data.data_section import DataOptions, as_default
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
-from mheads.data.targets import warn_of_flags, warn_of_shares
+from mheads.data.targets import warn_of_flags, warn_of_shares, warn_of_unused_numbers
 from mheads.data.value_range import ValueRange
 from mheads.problems import Problem, gives_numbers
 
@@ -71,6 +71,7 @@ def assemble(
     if options.problem == "auto":
         warn_of_flags(train.targets, problem)
         warn_of_shares(train.targets, problem)
+        warn_of_unused_numbers(train.targets, problem)
     return data.with_examples_as_targets() if options.problem == "examples" else data
 
 

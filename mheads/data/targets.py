@@ -16,6 +16,7 @@ from mheads.problems.member_losses import IGNORED
 
 ROUNDED = 1e-3  # of their standard deviation is the most that numbers to be learned are rounded by
 SUM_TO_ONE = 1e-3  # is the most by which the sum of probabilities may be off
+OFTEN = 3  # examples of a class: if there are so many of each on average, hardly one of equal classes has none
 MOST_CLASSES = 1_000_000  # by number: more are numbers of something else, and their names alone would fill the memory
 S = TypeVar("S", bound=Any)
 Splits = dict[str, Any]
@@ -116,6 +117,23 @@ def warn_of_shares(targets: np.ndarray, problem: Problem) -> None:
             "the targets are rows of numbers that add to 1, and are learned as numbers (regression): set "
             "data.problem=soft_labels to learn them as probabilities of classes, or data.problem=regression to "
             "silence this warning"
+        )
+
+
+def warn_of_unused_numbers(targets: np.ndarray, problem: Problem) -> None:
+    """Warns of class numbers that are rather names, such as 10, 20 and 30: most numbers up to the largest are unused.
+
+    Each that occurs does so `OFTEN` times, so that the others do not lack by chance.
+    """
+    classes = getattr(problem, "classes", ())
+    if problem.name != "classification" or classes != tuple(map(str, range(len(classes)))):
+        return
+    used = len(np.unique(targets))
+    if 2 * used < len(classes) and len(targets) >= OFTEN * used:
+        warn(
+            f"only {used} of the class numbers 0 to {len(classes) - 1} occur in training: if others are no classes, "
+            "give y as text, y.astype(str), or renumber it, numpy.unique(y, return_inverse=True)[1]; or set "
+            "data.problem=classification to silence this warning"
         )
 
 

@@ -234,6 +234,17 @@ def test_labels_that_integer_classes_lack_are_refused():
         data.from_arrays((X, masks), None, classes=[1, 2])
 
 
+def test_class_numbers_of_which_most_do_not_occur_are_asked_about(recwarn):
+    with pytest.warns(UserWarning, match=r"only 3 of the class numbers 0 to 30 occur in training: .*y\.astype\(str\)"):
+        data.from_arrays((X, 10 * (Y + 1)), None)
+    recwarn.clear()
+    data.from_arrays((X, 10 * (Y + 1)), None, problem="classification")
+    data.from_arrays((X, 10 * (Y + 1)), None, classes=[10, 20, 30])
+    data.from_arrays((X, 2 * Y), None)  # 3 of 5
+    data.from_arrays((X[:6], [3, 0, 9, 12, 14, 20]), None)  # so few examples may lack classes by chance
+    assert not recwarn.list
+
+
 def test_a_text_in_the_place_of_classes_is_not_taken_apart():
     with pytest.raises(UserError, match=r"classes='abcd': give their names in order, such as \['cat', 'dog'\]"):
         data.from_arrays((X, Y), None, classes="abcd")

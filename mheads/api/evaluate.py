@@ -77,7 +77,9 @@ def evaluate(
     members = _list_models(models, batch_size)
 
     def forward(batch: Batch) -> Value:
-        return _outputs_of_one(models, batch) if isinstance(models, TreeNet) else _outputs_of_all(members, batch)
+        if isinstance(models, TreeNet):
+            return _refuse_complex(_outputs_of_one(models, batch), models.network_name)
+        return _outputs_of_all(members, batch)
 
     split, solved = make_labelled_split(test, "the test examples", classes=classes, name=problem)
     if problem == "auto":
@@ -120,11 +122,20 @@ def _list_models(models: Any, batch_size: Any) -> list[Model]:
 def _outputs_of_all(models: Sequence[Model], batch: Batch) -> Value:
     """What the models give for a batch, the models first."""
     outputs = [_try_model(model, f"model {m} ({_name(model)})", batch) for m, model in enumerate(models)]
-    shapes = [[tuple(t.shape) for t in nested_values.leaves(each)] for each in outputs]
-    if other := [m for m, shape in enumerate(shapes) if shape != shapes[0]]:
-        differing = ", ".join(f"model {m} gives {' and '.join(map(str, shapes[m]))}" for m in (0, other[0]))
+    forms = [_form(each) for each in outputs]
+    if other := [m for m, form in enumerate(forms) if form != forms[0]]:
+        differing = ", ".join(f"model {m} gives {forms[m]}" for m in (0, other[0]))
         raise UserError(f"all models must give outputs of one shape: {differing} for {len(batch)} examples")
     return nested_values.map_leaves(lambda *parts: torch.stack([part.to(parts[0]) for part in parts]), *outputs)
+
+
+def _form(outputs: Value) -> Any:
+    """The shapes of outputs, in dicts and lists as they are."""
+    if isinstance(outputs, Tensor):
+        return tuple(outputs.shape)
+    if isinstance(outputs, dict):
+        return {key: _form(value) for key, value in outputs.items()}
+    return [_form(part) for part in outputs]
 
 
 def _outputs_of_one(model: Any, batch: Batch) -> Any:
@@ -149,11 +160,21 @@ def _try_model(model: Model, name: str, batch: Batch) -> Value:
         raise UserError(f"{name} fails on examples of shape {shape} with {type(error).__name__}: {error}") from error
     outputs = torch.from_numpy(outputs) if isinstance(outputs, np.ndarray) else outputs
     try:
-        nested_values.leaves(outputs)
+        leaves = nested_values.leaves(outputs)
     except TypeError:
+        leaves = []
+    if not leaves:
         raise UserError(
             f"{name} gives {short(outputs)}: each model must give logits as a tensor or an array, or several tensors"
-        ) from None
+        )
+    return _refuse_complex(outputs, name)
+
+
+def _refuse_complex(outputs: Value, name: str) -> Value:
+    for leaf in nested_values.leaves(outputs):
+        if leaf.is_complex():
+            kind = str(leaf.dtype).removeprefix("torch.")
+            raise UserError(f"{name} gives {kind}, but outputs are real numbers: let it give their .real or .abs()")
     return outputs
 
 

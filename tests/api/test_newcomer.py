@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -110,6 +111,42 @@ def test_models_trained_elsewhere_may_differ_in_precision_and_give_arrays():
 )
 def test_models_that_do_not_go_together_are_named(models, words):
     with pytest.raises(UserError, match=words):
+        mheads.evaluate(models, TABLE)
+
+
+class Named(nn.Module):
+    """Gives its logits by a name, or as what `give` makes of them."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.net, self.give = small(), give
+
+    def forward(self, x):
+        return self.give(self.net(x))
+
+
+def test_models_whose_outputs_have_another_form_are_refused():
+    named, other = Named(lambda z: {"logits": z}), Named(lambda z: {"scores": z})
+    one, two = Named(lambda z: (z,)), Named(lambda z: [z, z])
+    start = "all models must give outputs of one shape: "
+    for models, words in (
+        ([small(), named], "model 0 gives (60, 3), model 1 gives {'logits': (60, 3)} for 60 examples"),
+        ([named, small()], "model 0 gives {'logits': (60, 3)}, model 1 gives (60, 3) for 60 examples"),
+        ([named, other], "model 0 gives {'logits': (60, 3)}, model 1 gives {'scores': (60, 3)} for 60 examples"),
+        ([one, two], "model 0 gives [(60, 3)], model 1 gives [(60, 3), (60, 3)] for 60 examples"),
+    ):
+        with pytest.raises(UserError, match=re.escape(start + words)):
+            mheads.evaluate(models, TABLE)
+    with pytest.raises(UserError, match=r"model 0 \(Named\) gives \{\}: each model must give logits"):
+        mheads.evaluate([Named(lambda z: {})], TABLE)
+    alone = mheads.evaluate(named.net, TABLE)
+    assert mheads.evaluate([named, named], TABLE).members == [alone.single] * 2
+
+
+@pytest.mark.parametrize("around", [lambda make: make(), lambda make: [small(), make()], TreeNet])
+def test_outputs_that_are_complex_are_refused(around):
+    models = around(lambda: Named(lambda z: torch.complex(z, z)))
+    with pytest.raises(UserError, match=r"gives complex64, but outputs are real numbers: let it give their .real"):
         mheads.evaluate(models, TABLE)
 
 

@@ -13,7 +13,7 @@ from mheads.common.safe_yaml import as_plain
 from mheads.trees.copy_weights import non_persistent_buffers, take_weights
 from mheads.trees.freezing import LAYER, STAGE, frozen_layers, frozen_stages
 from mheads.trees.training_history import TrainingHistory
-from mheads.trees.tree_spec import Node, Spec
+from mheads.trees.tree_spec import MAX_MEMBERS, Node, Spec
 
 if TYPE_CHECKING:
     from mheads.trees.treenet import TreeNet
@@ -50,8 +50,8 @@ def with_members(
     ones move up. Their weights are drawn, by a seed of their own, or those of the member `like`.
     """
     n = as_plain(n)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UserError(f"with_members({n!r}): give how many, at least 1")
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_MEMBERS:
+        raise UserError(f"with_members({n!r}): give how many, at least 1 and at most {MAX_MEMBERS:,}")
     everyone = range(net.num_members)
     if at is None:
         spec, sources = _make_spec(net, everyone, {None: n})

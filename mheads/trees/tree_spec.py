@@ -21,6 +21,7 @@ from mheads.trees.splitting.cut_sequential import ChainLayer
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
 Part = tuple[Any, Spec] | None  # a layer with what is below it, or a leaf
+MAX_MEMBERS = 10_000  # at a split; the stages of many more would not fit in memory
 LAYER = (
     'the layer {0} is split="{0}", in quotes that a shell leaves (\'split="{0}"\'), since a number says how many '
     "members share nothing"
@@ -188,6 +189,8 @@ def list_parts(spec: Spec) -> list[Part]:
     if isinstance(spec, int):
         if spec < 1:
             raise UserError(f"a tree needs at least one member at each split, not {spec}")
+        if spec > MAX_MEMBERS:
+            raise UserError(f"a tree has {spec:,} members at a split: give at most {MAX_MEMBERS:,}")
         return [None] * spec
     if not spec:
         raise UserError("an empty list or mapping in a tree: give the number of members there")

@@ -145,6 +145,7 @@ def test_what_was_cut_and_grown_trains_on_and_is_loaded_again(tmp_path):
         (lambda net: net.keep([5]), "member 5 of 5: they are counted from 0 to 4"),
         (lambda net: net.without([-1]), "member -1 of 5"),
         (lambda net: net.with_members(0), r"with_members\(0\): give how many, at least 1"),
+        (lambda net: net.with_members(10**12), r"with_members\(1000000000000\): .* at least 1 and at most 10,000"),
         (lambda net: net.with_members(1, at="out"), "at='out': members of this tree part at conv, hidden; None adds"),
         (lambda net: net.with_members(1, at="hidden"), "is where 2 stages end: name one of them, conv/0, conv/2"),
         (lambda net: net.with_members(1, like=9), "member 9 of 5"),

@@ -93,6 +93,8 @@ def test_stage_with_one_child_is_one_longer_stage():
         ({"conv1": []}, None, ["empty"]),
         ({"conv1": "two"}, None, ["'two'"]),
         (True, None, ["True"]),
+        ({"conv1": 999999999999}, None, ["a tree has 999,999,999,999 members at a split: give at most 10,000"]),
+        ([1, {"conv1": [2, 10_001]}], None, ["10,001 members at a split", "at most 10,000"]),
     ],
 )
 def test_bad_trees_are_explained(spec, members, words):

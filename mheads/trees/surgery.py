@@ -45,9 +45,10 @@ def with_members(
 ) -> TreeNet:
     """The tree with n more members, which share all up to the split `at` and are new from there on.
 
-    `at` is the layer where members part, or the stage that ends there; None for members with nothing in common. A
-    single network may be split anywhere. New members come after those that are there below the same split, and later
-    ones move up. Their weights are drawn, by a seed of their own, or those of the member `like`.
+    `at` is the layer where members part, or the stage that ends there, which comes first if both have the name (in a
+    Sequential both are numbers); None for members with nothing in common. A single network may be split anywhere. New
+    members come after those that are there below the same split, and later ones move up. Their weights are drawn, by a
+    seed of their own, or those of the member `like`.
     """
     n = as_plain(n)
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_MEMBERS:
@@ -94,7 +95,9 @@ def _read_member(net: TreeNet, member: int) -> int:
 
 def _split_at(net: TreeNet, at: str) -> str:
     inner = {node.name: split_names(net, node) for node in net.tree.nodes.values() if node.children}
-    stages = [name for name, names in inner.items() if at in (name, *names)]
+    if at in inner:
+        return at
+    stages = [name for name, names in inner.items() if at in names]
     if not stages:
         splits = ", ".join(dict.fromkeys(names[0] for names in inner.values())) or "nowhere"
         raise UserError(f"at={at!r}: members of this tree part at {splits}; None adds members with nothing in common")

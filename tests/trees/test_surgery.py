@@ -162,6 +162,18 @@ def test_surgery_that_cannot_be_done_is_refused(net, call, words):
         call(net)
 
 
+def test_a_stage_is_found_by_its_name_where_a_layer_has_it_too():
+    """The stage 0 of this forest ends after layer 2, the stage 1 after layer 0."""
+
+    def sequential():
+        return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    forest = TreeNet(sequential, members=4, split=[{"2": 2}, {"0": 2}])
+    assert [len(root.members) for root in forest.with_members(1, at="0").tree.roots] == [3, 2]
+    assert [len(root.members) for root in forest.with_members(1, at="1").tree.roots] == [2, 3]
+    assert [len(root.members) for root in forest.with_members(1, at="2").tree.roots] == [3, 2]
+
+
 # The same in a config.
 
 RECIPE = ["train", "digits", "model=user_networks:Plain", "data.limit=60", "optim.iterations=1", "optim.lr=1e-12"]

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+UNSIGNED = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 TERM = re.compile(
-    r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)"
-    r"(?: - (?P<other_row>[^ *]+)\.(?P<other_metric>[^\W\d]\w*))?(?: *(?P<offset>[+-] *[\d.]+))?$"
+    rf"^(?:(?P<factor>{UNSIGNED}) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)"
+    rf"(?: - (?P<other_row>[^ *]+)\.(?P<other_metric>[^\W\d]\w*))?(?: *(?P<offset>[+-] *{UNSIGNED}))?$"
 )
-NUMBER = re.compile(r"^[+-]?\d+(\.\d+)?$")
+NUMBER = re.compile(rf"^[+-]?{UNSIGNED}$")
 
 Relation = Literal["better", "no worse", "worse", "no better", "above", "below", "about"]
 Each = dict[str, list[Any] | str]  # a name in <> -> its values, see `expand.py`

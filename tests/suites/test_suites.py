@@ -10,7 +10,7 @@ from mheads.common.errors import UserError
 from mheads.config import read as configs
 from mheads.optim.schedules import Schedule
 from mheads.suites import findings
-from mheads.suites.claims import Claim
+from mheads.suites.claims import Claim, MetricTerm
 from mheads.suites.expand import binary_tree
 from mheads.suites.jobs import Options, find_difference
 from mheads.suites.markdown import markdown
@@ -431,6 +431,33 @@ def test_relations_of_two_terms(relation, right, holds):
     said = f"{relation} than" if "bet" in relation or "wor" in relation else relation
     assert verdict.claim == f"a.oracle is {said} {right}"
     assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
+
+
+@pytest.mark.parametrize(
+    ("right", "holds"),
+    [
+        (0.00001, True),  # as YAML reads it; its text is 1e-05
+        (0.00005, False),
+        ("1.5e-07", True),
+        ("2e-5 * b.oracle", False),  # 4e-5
+        ("1E-5*b.oracle", True),  # 2e-5
+        ("b.oracle - 1.99998", True),  # 2e-5
+        ("b.oracle - 199996e-5", False),  # 4e-5
+        ("1.5e-5 * b.oracle - 1e-6", True),  # 2.9e-5
+        (".5e-4 * b.oracle + 1e+1", False),
+    ],
+)
+def test_the_numbers_of_a_claim_may_be_small(right, holds):
+    claim = {"left": "a.oracle", "is": "above", "right": right}
+    claim["right"] = Claim.model_validate(claim).right  # the text that a suite keeps
+    (verdict,) = verdicts(document({"a": [3e-5], "b": [2.0]}, [claim]))
+    assert verdict.agrees is holds
+
+
+def test_what_is_no_number_of_a_claim_is_refused():
+    for right in ("1e", "1.5e-07e", "1.2.3 * b.oracle", "b.oracle + 1.2.3", "b.oracle + e5"):
+        with pytest.raises(ValueError, match=r"is not row\.metric, for example 2 "):
+            MetricTerm.parse(right)
 
 
 def test_one_member_is_a_metric_by_its_number():

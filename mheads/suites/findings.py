@@ -256,8 +256,13 @@ def higher_is_better(document: Document, metric: str) -> bool:
 
 def in_percent(document: Document) -> bool:
     """Whether what is learned is measured in percent; otherwise in units of the targets, by errors."""
-    kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
-    return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
+    return all(is_in_percent(run["result"]) for runs in document["runs"].values() for run in runs)
+
+
+def is_in_percent(result: dict[str, Any]) -> bool:
+    """The same for what one run has learned."""
+    kind = result.get("problem")
+    return kind not in problems.PROBLEMS or problems.PROBLEMS[kind].unit == "%"
 
 
 # Figures as text.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from mheads.common.errors import UserError
 from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Watcher, step_bar, step_line
 from mheads.problems.baselines import top
+from mheads.problems.metric_text import number
+from mheads.suites import findings
 from mheads.suites.jobs import SuiteJob
 from mheads.suites.run_locks import Claim
 
@@ -41,10 +44,12 @@ class Overview(Watcher):
         self._done += 1
         if result is not None:
             measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
-            texts = [f"{name} {result[key]:.2f}" for name, key in measures if isinstance(result[key], int | float)]
+            write = partial(number, percent=findings.is_in_percent(result))
+            known = [(name, key) for name, key in measures if isinstance(result[key], int | float)]
+            texts = [f"{name} {write(result[key], key)}" for name, key in known]
             members = len(result.get("members", ()))
             if members > 1 and (best := top(result, members)) is not None:
-                texts.append(f"top-{members} {best:.2f}")
+                texts.append(f"top-{members} {write(best, 'top_m')}")
             self.say("  ".join([f"{self._done}/{self._count}", job.name, *texts, duration(result["seconds"])]))
 
     @contextmanager

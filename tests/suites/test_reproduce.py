@@ -1057,6 +1057,9 @@ def test_one_line_shows_the_run_its_bar_and_the_time_left_for_all(here):
     assert "left for all" in out.getvalue() and "4/4" in out.getvalue()
     assert "1/2  random_init-seed0  mean member 80.00  Ensemble-Mean 90.00  3 s" in out.getvalue()
     assert watch._left == 4  # steps of the second run
+    errors = {"single": 0.00123456, "ensemble_mean": 0.001, "oracle": 1234.5}
+    watch.end(jobs[1], {"problem": "regression", **errors, "seconds": 3.0})
+    assert "2/2  bagging-seed0  mean member 0.001235  Ensemble-Mean 0.001  Oracle 1234.50  3 s" in out.getvalue()
 
 
 def test_durations_are_told_in_two_units():

@@ -100,6 +100,7 @@ class Loss:
         self, outputs: Value, y: Value, sample_weights: Tensor | None = None, ties: Tensor | None = None
     ) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given sample weights [M, B] and tie-breaking keys [M, B]."""
+        self._refuse_without_units("(outputs, y)")
         base_loss = {"base_loss": self.base_losses} if self.takes_base_loss else {}
         value = self.function(*(outputs, y, sample_weights, ties)[: self._num_arguments], **base_loss)
         leaves = nested_values.leaves(outputs)
@@ -166,16 +167,19 @@ class Loss:
             return self
         if iterations < 1:
             raise UserError(f"{self.name} changes over training: at() needs 1 iteration or more, not {iterations}")
-        if self.in_units_of is not None:
-            raise UserError(
-                f"{self.name} with relative=True needs the loss at the start of training: use "
-                "loss.in_units_of(number).at(...)"
-            )
+        self._refuse_without_units(".at(...)")
         now = self.schedule(iteration, iterations, members)
         base_loss = self.base_loss if now.base_loss is None else now.base_loss
         names = ("whole_batch", "each_batch", "masks", "score_weight")
         kept = {name: getattr(self, name) for name in names}
         return replace(now, name=self.name, base_loss=base_loss, **kept)
+
+    def _refuse_without_units(self, call: str) -> None:
+        if self.in_units_of is not None:
+            raise UserError(
+                f"{self.name} with relative=True needs the loss at the start of training: use "
+                f"loss.in_units_of(number){call}"
+            )
 
     def check(self, members: int, sampling: str) -> None:
         """Raises UserError for a number of members, or a sampling, that it cannot take."""

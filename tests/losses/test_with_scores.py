@@ -88,6 +88,13 @@ def test_relative_temperatures_are_multiplied_by_the_loss_of_outputs_of_zero():
 def test_relative_temperatures_need_a_start_and_a_loss_above_zero():
     with pytest.raises(UserError, match=r"loss.in_units_of\(number\)"):
         losses.annealed(relative=True).at(0, 10, 2)
+    outputs, y = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    with pytest.raises(UserError, match=r"annealed with relative=True needs the .*in_units_of\(number\)\(outputs, y\)"):
+        losses.annealed(relative=True)(outputs, y)
+    scaled = losses.annealed(temperature=2, relative=True).in_units_of(3)(outputs, y).total
+    assert (
+        scaled == losses.annealed(temperature=6)(outputs, y).total != losses.annealed(temperature=2)(outputs, y).total
+    )
     assert losses.annealed(temperature=2, relative=True).in_units_of(3).options["temperature"] == 6
     x = np.ones((20, 3), np.float32)
     with pytest.raises(UserError, match="outputs of 0 have the loss 0"):

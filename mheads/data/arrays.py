@@ -219,6 +219,7 @@ def stack_arrays(values: Any, what: str) -> np.ndarray:
     """One array from an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
+    refuse_masked(values, what)
     try:
         if isinstance(values, (list, tuple)) and values and isinstance(values[0], Image.Image):
             array = np.stack([pixels_of(image) for image in values])
@@ -235,6 +236,16 @@ def stack_arrays(values: Any, what: str) -> np.ndarray:
     if not array.dtype.isnative or any(step < 0 for step in array.strides):  # which torch does not take
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return array
+
+
+def refuse_masked(values: Any, what: str) -> None:
+    """Raises for masked values, whose numbers mean nothing: numpy.asarray would take the numbers and drop the mask."""
+    for part in values if isinstance(values, list | tuple) else (values,):
+        if isinstance(part, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(part).sum())):
+            raise UserError(
+                f"{what}: {count} of {part.size} values of a masked array are masked; fill them, as x.filled(0) does, "
+                "or leave their rows out"
+            )
 
 
 def _read_objects(array: np.ndarray, what: str) -> np.ndarray:

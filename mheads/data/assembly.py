@@ -12,6 +12,7 @@ import torch
 
 from mheads.common import seeds
 from mheads.common.errors import UserError, warn
+from mheads.data.arrays import refuse_masked
 from mheads.data.data_section import DataOptions, as_default
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
@@ -210,6 +211,7 @@ def check_validation(labels: np.ndarray, validation: int, name: str) -> None:
 
 
 def check_weights(weights: Any, count: int, name: str) -> np.ndarray:
+    refuse_masked(weights, f"{name}: weights")
     try:
         checked = np.asarray(weights, np.float64)
     except (TypeError, ValueError) as error:

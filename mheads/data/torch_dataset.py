@@ -13,7 +13,7 @@ from PIL import Image
 
 from mheads.common import seeds as keyed
 from mheads.common.errors import UserError
-from mheads.data.arrays import PaddedSplit, as_examples, as_side, as_targets, digest_side, is_token
+from mheads.data.arrays import PaddedSplit, as_examples, as_side, as_targets, digest_side, is_token, refuse_masked
 from mheads.data.augmentation import augment
 from mheads.data.readers.image_files import UNREADABLE, pixels_of
 from mheads.data.splits import RowSubset
@@ -142,6 +142,7 @@ def as_array(x: Any, where: str) -> np.ndarray:
             return pixels_of(x)
         except UNREADABLE as error:
             raise UserError(f"{where} cannot be read as an image ({error})") from error
+    refuse_masked(x, where)
     array = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
     if array.ndim not in (1, 2, 3) or array.dtype == object:
         raise UserError(
@@ -154,6 +155,7 @@ def as_array(x: Any, where: str) -> np.ndarray:
 def as_label(y: Any, where: str) -> int | str | np.ndarray:
     if isinstance(y, str):
         return y
+    refuse_masked(y, f"{where}: its label")
     array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
     if array.dtype.kind == "f" and array.ndim < 2:
         return array.reshape(-1)

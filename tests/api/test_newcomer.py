@@ -224,6 +224,15 @@ def test_a_run_reads_labels_that_are_the_integers_it_was_given_as_classes(tmp_pa
         read.evaluate(x, torch.zeros_like(y))
 
 
+def test_a_run_refuses_examples_of_which_some_values_are_masked():
+    run = fit(TreeNet(small, members=2), train=TABLE, test=TABLE, iterations=1)
+    x = np.ma.masked_array(TABLE[0].numpy(), TABLE[0].numpy() > 2)
+    count = int((TABLE[0] > 2).sum())
+    for ask in (run.predict, run.answer, run.member(0), lambda x: run.evaluate(x, TABLE[1])):
+        with pytest.raises(UserError, match=f"examples: {count} of 240 values of a masked array are masked"):
+            ask(x)
+
+
 # Numbers of numpy's, which come out of every computation.
 
 

@@ -178,3 +178,24 @@ def test_vectors_cannot_be_mirrored():
 def test_train_and_test_of_different_sizes_are_refused():
     with pytest.raises(UserError, match=r"\(3, 6, 6\).*\(3, 6, 4\)"):
         data.from_arrays((X, Y), (X[..., :4], Y))
+
+
+def test_masked_values_are_refused_and_an_array_that_masks_none_is_taken():
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(4) % 2
+    holes = np.ma.masked_array(x, x > 9)  # the last row but its first value
+    labels = np.ma.masked_array(y, [False, True, False, False])
+    for examples, where in (
+        ((holes, y), r"train examples: 2 of 12"),
+        ((list(holes), y), r"train examples: 2 of 3"),
+        ([(row, 0) for row in holes], r"train item 3: 2 of 3"),
+        ((x, labels), r"train labels: 1 of 4"),
+        (list(zip(x, labels, strict=True)), r"train item 1: its label: 1 of 1"),
+        ((x, y, {"age": holes}), r"side input 'age': 2 of 12"),
+    ):
+        with pytest.raises(UserError, match=rf"{where} values of a masked array are masked; fill them, .* or leave"):
+            data.from_arrays(examples, None)
+    with pytest.raises(UserError, match=r"weights: 1 of 4 values of a masked array"):
+        data.from_arrays((x, y), None, weights=labels)
+    loaded = data.from_arrays((np.ma.masked_array(x), np.ma.masked_array(y)), None)
+    np.testing.assert_array_equal(loaded.train.read(np.arange(4), None), x)
+    assert loaded.train.targets.tolist() == [0, 1, 0, 1]

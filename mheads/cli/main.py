@@ -27,6 +27,9 @@ COMMANDS = {
     "Measure": "plan",
 }
 
+TRAINING = {"train", "classical", "distil", "reproduce", "demo"}  # commands that go on where they were stopped
+INTERRUPTED = 128 + signal.SIGINT
+
 app = typer.Typer(
     name="mheads",
     no_args_is_help=True,
@@ -88,8 +91,11 @@ def main() -> None:
         errors.complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _say_interrupted()
+        sys.exit(INTERRUPTED)
     except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt inside a command
+            _say_interrupted()
         # Rich and click, which print the help, exit with 1 when nobody reads it (`mheads --help | head -1`); our own
         # console exits as a process does that SIGPIPE ends.
         if isinstance(stop.__context__, BrokenPipeError):
@@ -107,6 +113,13 @@ def main() -> None:
             raise
         errors.print(f"stopped by {error}; saved. The same command resumes from here.")
         sys.exit(code)
+
+
+def _say_interrupted() -> None:
+    """Says what a Ctrl-C left that no step waited for: before the first one, or the second Ctrl-C in one."""
+    trains = TRAINING & {*sys.argv[1:2]} or sys.argv[1:3] == ["detect", "train"]
+    goes_on = ": nothing was saved by it. The same command goes on from the newest checkpoint, if there is one."
+    errors.print(f"interrupted{goes_on if trains else ''}", soft_wrap=True)
 
 
 def _require_current_folder() -> None:

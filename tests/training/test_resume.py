@@ -28,6 +28,7 @@ from mheads.runs import checkpoint
 from mheads.runs.folder import RunFolder
 from mheads.training.experiment import assemble_experiment, build_experiment
 from mheads.training.loop import train
+from mheads.training.train_state import TrainState
 
 # Just before these file operations, in the order in which a run meets them.
 KILL_POINTS = {
@@ -91,6 +92,44 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(tmp_path, 
     assert resumed.code == 0
     assert f"resuming at iteration {saved} of 24" in resumed.out
     assert_same_run(run, undisturbed)
+
+
+def with_two_interrupts_in_step_8():
+    """Ctrl-C twice: the second one does not wait for the end of the step."""
+    begin_step = TrainState.begin_step
+
+    def interrupted(state):
+        if state.step == 7:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return begin_step(state)
+
+    TrainState.begin_step = interrupted
+
+
+def test_a_second_ctrl_c_saves_nothing_and_says_so(tmp_path, undisturbed, mheads):
+    run = tmp_path / "run"
+    command = ["train", "digits", *TINY, "--run", run]
+    done = process(*command, before=with_two_interrupts_in_step_8)
+    assert done.code == 130
+    assert done.err == (
+        "interrupted: nothing was saved by it. The same command goes on from the newest checkpoint, if there is one.\n"
+    )
+    assert steps_of(run) == ["step-00000006"]
+    assert "resuming at iteration 6 of 24" in mheads(*command).out
+    assert_same_run(run, undisturbed)
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_saved(tmp_path):
+    done = process("train", "digits", "--run", tmp_path / "run", stop=(signal.SIGINT, "open", "recipes/digits.yaml"))
+    assert (done.code, done.out) == (130, "")
+    assert done.err.startswith("interrupted: nothing was saved by it. The same command goes on")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_in_a_command_that_does_not_train_says_no_more_than_that():
+    done = process("config", "digits", stop=(signal.SIGINT, "open", "recipes/digits.yaml"))
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
 
 
 def in_a_terminal_that_closes():

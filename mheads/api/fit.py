@@ -60,7 +60,10 @@ DATA_KEYWORDS = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by Ctrl-C in fit, once the current step is finished and saved; `run` is the run so far."""
+    """Raised by Ctrl-C in fit, once the current step is finished and saved; `run` is the run so far.
+
+    It is None where no step was waited for, before the first one or at a second Ctrl-C: nothing was saved by that.
+    """
 
     def __init__(self, message: str, run: Run | None) -> None:
         super().__init__(message)
@@ -104,7 +107,8 @@ def fit(
     other keywords are keys of the config (docs/configuration.md): `optimizer` is `optim.name`, `schedule="cosine"` or
     `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
-    Ctrl-C finishes the step, saves, and raises a KeyboardInterrupt whose attribute `run` is the run so far.
+    Ctrl-C finishes the step, saves, and raises a KeyboardInterrupt whose attribute `run` is the run so far, or None
+    before the first step and at a second Ctrl-C.
     """
     check_keywords(options, fit)
     net, iterations, epochs = _check_net(net), as_plain(iterations), as_plain(epochs)
@@ -252,7 +256,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         net.history.frozen = net.frozen
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
-        raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None
+        raise Interrupted("interrupted without waiting for the end of a step: nothing was saved by it", None) from None
     except Stopped as stop:
         net.history.iterations = before + stop.iteration
         so_far = open_run(folder, config, net, lambda message: None, temporary)

@@ -629,3 +629,14 @@ def test_ctrl_c_before_the_first_step_is_interrupted_without_a_run(monkeypatch):
     with pytest.raises(mheads.Interrupted) as stop:
         mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), iterations=2, **QUICK)
     assert stop.value.run is None
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step_and_leaves_no_run(monkeypatch):
+    def interrupt_twice(recorder, *args):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Recorder, "log_step", interrupt_twice)
+    with pytest.raises(mheads.Interrupted, match="without waiting for the end of a step: nothing was saved") as stop:
+        mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), iterations=2, **QUICK)
+    assert stop.value.run is None

@@ -233,7 +233,7 @@ def of_caffe(network: str) -> bool:
 
 
 def more_classes(network: str, count: int) -> str:
-    """How a network is given as many classes: a Caffe net says so itself, others take an argument."""
+    """How a network is given as many classes: a Caffe net says so itself, others take an argument of any name."""
     if of_caffe(network):
         return f"num_output: {count} in the net's last layer?"
-    return f"model_args.classes={count}?"
+    return f"model_args.classes={count}, or what the factory calls their number"

@@ -146,7 +146,7 @@ class Detection(Problem):
             raise UserError(
                 f"{network} gives outputs of shape {' and '.join(map(str, shapes))} for a region, but {data} has "
                 f"{count - 1} classes: a detector gives {count} scores and {4 * count} numbers for boxes "
-                f"(model_args.classes={count - 1}?)"
+                f"(model_args.classes={count - 1}, or what the factory calls their number)"
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:

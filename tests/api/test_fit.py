@@ -640,3 +640,13 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step_and_leaves_no_run(monkeypatc
     with pytest.raises(mheads.Interrupted, match="without waiting for the end of a step: nothing was saved") as stop:
         mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), iterations=2, **QUICK)
     assert stop.value.run is None
+
+
+def test_the_hint_at_more_outputs_leaves_open_what_the_factory_calls_them():
+    net = mheads.TreeNet(lambda: mheads.networks.mlp(features=4, outputs=2), members=2)
+    with pytest.raises(mheads.UserError) as error:
+        mheads.fit(net, train=(np.zeros((6, 4), np.float32), np.arange(6) % 3))
+    assert (
+        "has 3 classes; a network gives one score per class (the factory's classes=3, or what the factory calls "
+        in (str(error.value))
+    )

@@ -36,6 +36,7 @@ class Problem(Protocol):
     unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
     answer_kind: ClassVar[str]  # what a member gives, in words: "numbers"
     measure: ClassVar[str]  # what is measured in the headline, with its unit
+    oracle_picks: ClassVar[str] = "the best member is picked for each example"
     result_type: ClassVar[Any]  # a `Result`
     base_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
     # What kind of answers it has: see `is_single_label` and the like in `problems/__init__.py`.

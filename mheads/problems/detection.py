@@ -110,6 +110,10 @@ class Detection(Problem):
     unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "boxes"
     measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
+    oracle_picks: ClassVar[str] = (
+        "the member with the lowest loss is picked for each region; since precision is over all images together, "
+        "this need not be above the others"
+    )
     result_type: ClassVar[Any] = DetectionResult
     base_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
     finds_objects: ClassVar[bool] = True

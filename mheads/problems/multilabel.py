@@ -116,6 +116,10 @@ class MultiLabel(ClassScores):
     name: ClassVar[str] = "multilabel"
     answer_kind: ClassVar[str] = "several classes"
     measure: ClassVar[str] = "mean average precision, %"
+    oracle_picks: ClassVar[str] = (
+        "the member with the lowest loss is picked for each example; since precision is over all examples together, "
+        "this need not be above the others"
+    )
     result_type: ClassVar[Any] = MultiLabelResult
     metrics_type: ClassVar[Any] = MultiLabelMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("bce",)

@@ -130,6 +130,7 @@ class Segmentation(ClassScores):
     name: ClassVar[str] = "segmentation"
     answer_kind: ClassVar[str] = "a class for each pixel"
     measure: ClassVar[str] = "mean IoU, %"
+    oracle_picks: ClassVar[str] = "the member with the best mean IoU is picked for each image"
     result_type: ClassVar[Any] = SegmentationResult
     metrics_type: ClassVar[Any] = SegmentationMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)

@@ -22,7 +22,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
 from mheads.common.table import Cell, Table
 from mheads.config import read as configs
-from mheads.problems import Classification
+from mheads.problems import Classification, MultiLabel
 from mheads.problems.baselines import tell_collapse
 from mheads.problems.metrics import compute
 from mheads.report import evidence, plot, shown_run
@@ -750,6 +750,19 @@ def test_the_page_of_a_run_whose_members_collapsed_says_so(tmp_path):
     record = Record.read(folder.path)
     assert record.result["oracle"] < record.result["oracle_chance"]  # nothing was learned
     assert make_page(ShownRun(record)).notes == [f"{tell_collapse(record.result)}."]
+
+
+def test_an_oracle_of_several_labels_is_not_said_to_be_above_the_mean():
+    # In its numbers it may be below: the precision of a class ranks all examples, whichever member answers them.
+    record = recorded("labels", {"ensemble_mean": 80.0, "oracle": 70.0, "members": [1.0, 2.0], "single": 1.5})
+    record.data.problem = MultiLabel(("a", "b"))
+    assert one_run.headline(record)[1] == (
+        "Oracle",
+        "70.00",
+        "%",
+        "mean average precision if the member with the lowest loss is picked for each example; since precision is over "
+        "all examples together, this need not be above the others",
+    )
 
 
 def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():

@@ -86,7 +86,7 @@ def headline(record: Record) -> Headline:
     meaning = f"the truth is among the {members} best classes of the Ensemble-Mean: what the Oracle compares with"
     return [
         entry(label(together), together, f"{what} of what the members answer together"),
-        entry("Oracle", "oracle", f"{what} if the best member is picked for each example{tell_chance(result)}"),
+        entry("Oracle", "oracle", f"{what} if {record.data.problem.oracle_picks}{tell_chance(result)}"),
         *([] if guesses is None else [(f"top-{members}", format(guesses, form), unit, meaning)]),
         entry("Mean member", "single", f"{what} of a member alone, on average"),
     ]

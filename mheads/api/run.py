@@ -88,8 +88,13 @@ class Run:
         return (
             f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
             f"  {measured if result.examples else 'not evaluated yet'}\n"
-            f"  {self.folder if self.folder.exists() and not self._temporary else 'in memory, gone with this object'}"
+            f"  {'in memory, gone with this object' if self.in_memory else self.folder}"
         )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether nothing on disk outlives this object."""
+        return self._temporary is not None or not self.folder.exists()
 
     def __post_init__(self) -> None:
         # `evaluate` warns of it, since the net alone does not preprocess.
@@ -185,7 +190,8 @@ class Run:
         finished = self.summary["iterations"] >= self.config.pretrain + self.config.optim.iterations
         result = self.summary if self.result.examples else None
         folder = RunFolder(self.folder)
-        return Record(title or self.folder.name, folder, self.config, self.data, self.history, result, finished)
+        name = title or self.folder.name
+        return Record(name, folder, self.config, self.data, self.history, result, finished, self.in_memory)
 
     def plot(self, name: str, x: Any = None, y: Any = None) -> Figure:
         """Draws a figure that `mheads plot` knows by this name.

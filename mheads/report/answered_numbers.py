@@ -37,7 +37,7 @@ def answer_numbers(record: Record, net: TreeNet, watch: Watcher, examples: Split
     many, evenly spaced."""
     facts, problem = record.data, record.data.problem
     if not gives_numbers(problem):
-        raise UserError(f"this figure is only for regression, but {record.folder.path} is {problem.name}")
+        raise UserError(f"this figure is only for regression, but {record.place} is {problem.name}")
     if examples is None:
         with forward_warnings(watch):
             facts, examples, _ = load_examples_of_run(record.folder)

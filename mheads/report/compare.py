@@ -62,18 +62,27 @@ class Comparison:
 
 
 def compare(runs: Mapping[str, Run | str | Path] | Sequence[Run | str | Path]) -> Comparison:
-    """Sets runs side by side: runs in Python or their folders, with names of your own if you give a dict."""
+    """Sets runs side by side: runs in Python or their folders, with names of your own if you give a dict.
+
+    Without those, runs in memory are `run 0`, `run 1`, ... by their place in the list.
+    """
     if isinstance(runs, str | Path | Run):
         raise UserError("compare takes several runs: give a list of them, or a dict of names")
     given = list(runs.values() if isinstance(runs, Mapping) else runs)
-    paths = [run.folder if isinstance(run, Run) else Path(run) for run in given]
-    names = list(runs) if isinstance(runs, Mapping) else titles(paths)
+    names = list(runs) if isinstance(runs, Mapping) else _name_runs(given)
     return compare_records(
         [
-            run.record(name) if isinstance(run, Run) else Record.read(path, name)
-            for name, run, path in zip(names, given, paths, strict=True)
+            run.record(name) if isinstance(run, Run) else Record.read(Path(run), name)
+            for name, run in zip(names, given, strict=True)
         ]
     )
+
+
+def _name_runs(runs: Sequence[Run | str | Path]) -> list[str]:
+    """The names of their folders; runs in memory, whose folders have names of chance, by their place."""
+    kept = [run for run in runs if not (isinstance(run, Run) and run.in_memory)]
+    names = iter(titles([run.folder if isinstance(run, Run) else Path(run) for run in kept]))
+    return [f"run {i}" if isinstance(run, Run) and run.in_memory else next(names) for i, run in enumerate(runs)]
 
 
 def compare_records(records: Sequence[Record]) -> Comparison:
@@ -92,11 +101,11 @@ def check_measure(records: Sequence[Record]) -> None:
     """Raises if there is no run, or if runs are not measured alike."""
     if not records:
         raise UserError("there is no run to compare: give at least one")
-    first, measure = records[0].folder.path, records[0].data.problem.measure
+    first, measure = records[0].place, records[0].data.problem.measure
     for record in records[1:]:
         if record.data.problem.measure != measure:
             raise UserError(
-                f"these runs have different metrics and cannot be compared: {record.folder.path} has "
+                f"these runs have different metrics and cannot be compared: {record.place} has "
                 f"{record.data.problem.measure}; {first} has {measure}"
             )
 

@@ -61,7 +61,7 @@ def examine(record: Record, net: TreeNet, watch: Watcher, examples: Split | None
     """Runs the weights of a net over examples, by default those that training evaluates on."""
     problem = record.data.problem
     if not is_single_label(problem):
-        raise UserError(f"this is only for classification, but {record.folder.path} is {problem.name}")
+        raise UserError(f"this is only for classification, but {record.place} is {problem.name}")
     facts = record.data
     if examples is None:
         with forward_warnings(watch):

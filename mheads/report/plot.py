@@ -34,7 +34,7 @@ def plot(name: str, paths: Sequence[Path], output: Path | None, watch: Watcher, 
     output = output or paths[0] / f"{name}.png"
     for record in records:
         if not record.finished:
-            watch.warn(f"{record.folder.path} is not finished: this shows it at iteration {record.iteration:,}")
+            watch.warn(f"{record.place} is not finished: this shows it at iteration {record.iteration:,}")
     save(draw_figure(name, [ShownRun(record, watch, trust) for record in records]), output)
     return output
 
@@ -59,9 +59,7 @@ def ownership(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     groups = records[0].data.problem.groups
     for record in records[1:]:
         if record.data.problem.groups != groups:
-            raise UserError(
-                f"{record.folder.path} and {records[0].folder.path} have other classes: plot them one by one"
-            )
+            raise UserError(f"{record.place} and {records[0].place} have other classes: plot them one by one")
     maps: list[Chart] = []
     for record in records:
         result, title = record.require_result(), record.title if len(records) > 1 else ""
@@ -99,7 +97,7 @@ def k(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     for record in records:
         loss = record.config.loss
         if "k" not in loss.options and loss.name != "independent":
-            raise UserError(f"{record.folder.path} was trained with {loss.name}, which has no k: leave it out")
+            raise UserError(f"{record.place} was trained with {loss.name}, which has no k: leave it out")
         results[loss.options.get("k", record.config.members)].append(record.require_result())
     return [outcomes.chart_k(results, records[0].data.problem.measure, find_level(records))]
 
@@ -112,7 +110,7 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     check_alike(records, name_pretraining)
     for record in records:
         if not record.finished:
-            raise UserError(f"{record.folder.path} is not finished: plot splits of finished runs")
+            raise UserError(f"{record.place} is not finished: plot splits of finished runs")
         split = record.config.split
         if isinstance(split, dict) and list(split.values()) == [record.config.members]:
             (split,) = split  # {conv1: 4}, as Python writes conv1
@@ -138,12 +136,12 @@ def disagreement(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     records = [run.record for run in runs if run.record.config.members > 1]
     if not records:
         raise UserError(
-            f"{runs[0].record.folder.path} has one member, and disagreement needs two: give a run of several members"
+            f"{runs[0].record.place} has one member, and disagreement needs two: give a run of several members"
         )
     for record in records:
         if "disagreement_pairs" not in record.require_result():
             raise UserError(
-                f"disagreement is only for classification, but {record.folder.path} is {record.data.problem.name}"
+                f"disagreement is only for classification, but {record.place} is {record.data.problem.name}"
             )
     return [
         outcomes.map_disagreement(
@@ -157,9 +155,7 @@ def reliability(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """Accuracy against confidence, of members and of the Ensemble-Mean."""
     for record in (run.record for run in runs):
         if not is_single_label(record.data.problem):
-            raise UserError(
-                f"reliability is only for classification, but {record.folder.path} is {record.data.problem.name}"
-            )
+            raise UserError(f"reliability is only for classification, but {record.place} is {record.data.problem.name}")
     bins = {(run, name): values for run in runs for name, values in run.reliability.items()}
     several = len(runs) > 1
     named = {f"{run.record.title}, {name}" if several else name: values for (run, name), values in bins.items()}
@@ -232,6 +228,4 @@ def check_alike(records: Sequence[Record], describe: Callable[[Record], str]) ->
     for record in records[1:]:
         first, other = describe(records[0]), describe(record)
         if first != other:
-            raise UserError(
-                f"{records[0].folder.path} is {first}, and {record.folder.path} {other}: plot those that are alike"
-            )
+            raise UserError(f"{records[0].place} is {first}, and {record.place} {other}: plot those that are alike")

@@ -28,6 +28,7 @@ class Record:
     log: Log
     result: dict[str, Any] | None
     finished: bool
+    in_memory: bool = False  # its folder is a temporary one of ours
 
     @staticmethod
     def read(path: Path, title: str | None = None, lenient: bool = False) -> Record:
@@ -45,6 +46,13 @@ class Record:
         return Record(title or path.resolve().name, folder, config, data, log, result, finished)
 
     @property
+    def place(self) -> str:
+        """What messages call it: its folder, or, of a run in memory, the title that it was given."""
+        if not self.in_memory:
+            return str(self.folder.path)
+        return "this run" if self.title == self.folder.path.name else self.title
+
+    @property
     def iteration(self) -> int:
         """The last one that is known of."""
         return max((line["iteration"] for lines in self.log for line in lines), default=0)
@@ -53,7 +61,7 @@ class Record:
         """The result; refuses a run that has none."""
         if self.result is None:
             raise UserError(
-                f"{self.folder.path} was not evaluated yet (iteration {self.iteration:,}): let it train on, or give a "
+                f"{self.place} was not evaluated yet (iteration {self.iteration:,}): let it train on, or give a "
                 "smaller log.evaluate_every"
             )
         return self.result

@@ -39,6 +39,21 @@ def test_a_run_in_memory_and_its_folder_have_the_same_settings(tmp_path):
     assert [row[0].text for row in other.rows] == ["optim.iterations"]
 
 
+def test_runs_in_memory_are_named_by_their_place():
+    one, two = fit(2), fit(1)
+    comparison = package.compare([one, two])
+    assert [row["run"] for row in comparison.rows] == ["run 0", "run 1"]
+    assert one.folder.parent.name not in str(comparison)
+    numbers = fit(2, y=X[:, :2], outputs=2)
+    with pytest.raises(UserError, match=r"compared: run 1 has root mean square error, .*; run 0 has accuracy"):
+        package.compare([one, numbers])
+
+
+def test_a_run_in_memory_beside_a_folder_is_named_by_its_place_and_the_folder_by_its_name(tmp_path):
+    kept = fit(2, folder=tmp_path / "kept")
+    assert [row["run"] for row in package.compare([tmp_path / "kept", fit(1), kept]).rows] == ["kept", "run 1", "kept"]
+
+
 def test_rows_are_the_results_of_runs_in_memory_and_of_folders(tmp_path):
     three = fit(3, losses.mcl(k=2))
     one = fit(1, folder=tmp_path / "one")

@@ -321,9 +321,13 @@ def test_reliability_of_a_run_in_memory_is_that_of_its_own_net():
         UserError, match=r"does not keep the arrays of its examples: give run\.plot or run\.report x and y"
     ):
         run.plot("reliability")
-    numbers = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=1), train=(x, x[:, :3]), iterations=1)
-    with pytest.raises(UserError, match=r"reliability is only for classification, but .* is regression"):
+    numbers = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=2), train=(x, x[:, :3]), iterations=1)
+    with pytest.raises(UserError, match=r"^reliability is only for classification, but this run is regression"):
         numbers.plot("reliability")
+    with pytest.raises(UserError, match=r"^disagreement is only for classification, but this run is regression"):
+        numbers.plot("disagreement")
+    with pytest.raises(UserError, match=r"^this figure is only for regression, but this run is classification"):
+        run.plot("hypotheses", x, y)
 
 
 def test_result_and_log_of_a_finished_run_are_those_of_its_files(runs):

@@ -169,8 +169,8 @@ def _split(run: Run, examples: Any) -> tuple[Split, str]:
         return run.split_of(examples), ""
     if not names_examples(run.config.data):
         raise UserError(
-            f"{run.folder} was trained from Python on arrays, which it does not keep: give images, or in Python "
-            "mheads.report.saliency.explain(run, (x, y))"
+            f"{run.record().place} was trained from Python on arrays, which it does not keep: give images, or in "
+            "Python mheads.report.saliency.explain(run, (x, y))"
         )
     _, split, name = load_examples_of_run(RunFolder(run.folder), [], None)
     return split, f" Images of the {name} set."
@@ -315,9 +315,9 @@ def check_runs(run: Run, beside: Run | None, layer: str | None) -> None:
     for each in (run,) if beside is None else (run, beside):
         data = each.data
         if not is_single_label(data.problem):
-            raise UserError(f"saliency is only for classification, but {each.folder} is {data.problem.name}")
+            raise UserError(f"saliency is only for classification, but {each.record().place} is {data.problem.name}")
         if len(data.shape) != 3:
-            raise UserError(f"{each.folder} was trained on examples of shape {data.shape}, not on images")
+            raise UserError(f"{each.record().place} was trained on examples of shape {data.shape}, not on images")
         if data.shape != run.data.shape:
             raise UserError(
                 f"{each.folder} was trained on images of shape {data.shape}, {run.folder} on {run.data.shape}: "

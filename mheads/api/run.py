@@ -80,7 +80,7 @@ class Run:
     def __repr__(self) -> str:
         config, result = self.config, self.result
         members = f"{config.members} member{'s' if config.members > 1 else ''}"
-        split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
+        split = f", tree {config.split}" if config.is_split else ""
         loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.summary.items())])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
         measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())

@@ -216,6 +216,11 @@ class Config(Section):
             if chosen.name != owner and given is not None:
                 raise ValueError(f"{section}.{key} is for {section}.name={owner}, but it is {chosen.name}")
 
+    @property
+    def is_split(self) -> bool:
+        """Whether members share layers; a bare number of members, as fit writes it, is none that do."""
+        return not isinstance(self.split, int | None)
+
     def to_yaml(self) -> str:
         return safe_yaml.to_yaml(self.model_dump(mode="json"))
 

@@ -114,8 +114,8 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
         split = record.config.split
         if isinstance(split, dict) and list(split.values()) == [record.config.members]:
             (split,) = split  # {conv1: 4}, as Python writes conv1
-        name = "none" if isinstance(split, int | None) else str(split)
-        results["single" if record.config.members == 1 and split is None else name].append(record.require_result())
+        name = str(split) if record.config.is_split else "none"
+        results["single" if record.config.members == 1 and name == "none" else name].append(record.require_result())
     order = sorted(results, key=lambda name: -results[name][0]["parameters"])  # who shares more has fewer
     return [outcomes.chart_splits({name: results[name] for name in order}, records[0].data.problem.measure)]
 
@@ -210,7 +210,7 @@ def name_loss(record: Record) -> str:
 
 
 def name_split(record: Record) -> str:
-    return "not split" if record.config.split is None else f"split at {record.config.split}"
+    return f"split at {record.config.split}" if record.config.is_split else "not split"
 
 
 def name_pretraining(record: Record) -> str:

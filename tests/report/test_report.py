@@ -28,7 +28,7 @@ from mheads.problems.metrics import compute
 from mheads.report import evidence, plot, shown_run
 from mheads.report.charts.chart import Line, LineChart
 from mheads.report.charts.outcomes import chart_reliability, map_ownership_over_time
-from mheads.report.charts.over_training import chart_losses
+from mheads.report.charts.over_training import chart_losses, chart_measures
 from mheads.report.compare import tabulate_results
 from mheads.report.page import describe, one_run, report, several_runs, svg
 from mheads.report.page import html as page
@@ -37,6 +37,7 @@ from mheads.report.page.one_run import make_page, show_saliency
 from mheads.report.page.panels import Panel, make_sections
 from mheads.report.page.run_results import tabulate_result
 from mheads.report.page.stage_tree import box_stages, name_members
+from mheads.report.plot import check_alike, name_split
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
@@ -366,6 +367,25 @@ def test_the_command_trains_the_same_again(runs):
 )
 def test_how_members_learn_is_said_as_the_loss_says_it(overrides, text):
     assert describe.describe_loss(configs.load("digits", overrides)) == text
+
+
+def test_members_of_a_fit_without_a_split_are_said_to_share_nothing_as_those_of_a_recipe_are():
+    examples = np.zeros((6, 4), np.float32), np.arange(6) % 3
+    run = package.fit(
+        package.TreeNet(lambda: nn.Linear(4, 3), members=3), train=examples, test=examples, iterations=1, show=False
+    )
+    assert run.config.split == 3  # the forest as Python writes it
+    assert dict(describe.facts(run.record()))["Members"] == "3"
+    assert "networks with nothing in common" in describe.sentence(run.record())
+    recipe = dataclasses.replace(run.record(), config=configs.load("digits"))
+    assert check_alike([recipe, run.record()], name_split) is None
+    split = dataclasses.replace(run.record(), config=configs.load("digits", ["split=conv1"]))
+    assert dict(describe.facts(split))["Members"] == "4, split conv1"
+
+
+def test_a_title_keeps_the_capitals_of_a_measure():
+    evaluations = [{"iteration": 1, "members": [1.0], "split": "test"}]
+    assert chart_measures(evaluations, "mean IoU, %").title == "Mean IoU on the test set"
 
 
 @pytest.mark.parametrize(("size", "text"), [(23_456, "0.023 MB"), (2_340_000, "2.3 MB"), (1_446_000_000, "1,446 MB")])

@@ -41,7 +41,8 @@ def chart_measures(evaluations: LogLines, measure: str) -> LineChart:
         if None not in guesses:
             name = f"top-{num_members} of Ensemble-Mean"
             lines.append(Line(name, at, guesses, "faint", "dashed", "point" if few else ""))
-    title = f"{measure.partition(',')[0].capitalize()} on the {evaluations[-1].get('split', 'test')} set"
+    what = measure.partition(",")[0]
+    title = f"{what[0].upper()}{what[1:]} on the {evaluations[-1].get('split', 'test')} set"
     return _with_note(LineChart(title, lines, "iteration", measure, size=(4.5, 3.4)))
 
 

@@ -32,7 +32,7 @@ def sentence(record: Record) -> str:
 
 
 def describe_sharing(config: Config) -> str:
-    if isinstance(config.split, int | None):
+    if not config.is_split:
         return "with nothing in common"
     named = isinstance(config.split, str)
     return f"that share their layers up to {config.split}" if named else "in a tree of shared layers"
@@ -62,7 +62,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
     placement = [("Placement", short(config.placement))] if config.placement != "default" else []
     return [
         ("Network", config.model + (f" {short(config.model_args)}" if config.model_args else "")),
-        ("Members", f"{config.members}" + ("" if config.split is None else f", split {short(config.split)}")),
+        ("Members", f"{config.members}" + (f", split {short(config.split)}" if config.is_split else "")),
         ("Loss", loss_text(config)),
         ("Data", f"{data.name}, {shape}, {data.problem.name}{of_classes}"),
         ("Sampling", f"{config.sampling.name}; initial weights: {config.init}"),

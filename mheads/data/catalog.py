@@ -149,7 +149,7 @@ DATASETS = {
         ),
         Dataset(
             "list",
-            "your images, in text files of `name label` lines: path and test_path",
+            "your images, listed in text files, a name and a class number per line: path and test_path",
             read_list,
             folder_shape,
             image=folder_image,

@@ -13,6 +13,7 @@ from mheads import data
 from mheads.common.errors import UserError
 from mheads.data.augmentation import uniforms
 from mheads.data.readers.image_files import read_crop
+from mheads.data.readers.image_list import read_list
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenette_mini"
 SIZES = [(40, 30), (30, 40), (32, 32), (64, 33)]
@@ -156,6 +157,16 @@ def test_what_comes_after_the_end_of_an_image_and_hidden_files_do_no_harm(path):
     first = path / "train" / "cat" / "1.JPEG"
     first.write_bytes(first.read_bytes() + bytes(1000))
     assert torch.equal(load(path).train.read(np.arange(12), None), before.train.read(np.arange(12), None))
+
+
+def test_a_list_of_names_of_classes_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "train.txt").write_text("0.png 1\n1.png zero\n")
+    with pytest.raises(UserError) as error:
+        read_list(tmp_path / "train.txt", None, None, resize=8, crop=None, mirror=False, grey=False, need_test=False)
+    assert str(error.value) == (
+        f"{tmp_path / 'train.txt'}, line 2: '1.png zero' is not the name of an image and its class number: number the "
+        "classes from 0 on, or use data.name=folder, where folders have their names"
+    )
 
 
 def test_wrong_folders_are_refused_with_the_place(path, tmp_path):

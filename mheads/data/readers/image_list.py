@@ -1,4 +1,4 @@
-"""Images that text files list, as `name label` lines: one list to train on, one to test on.
+"""Images that text files list, a name and a class number per line: one list to train on, one to test on.
 
 Caffe's ImageData layer reads the same lists.
 """
@@ -49,7 +49,10 @@ def _list_images(path: Path, root: Path | None) -> tuple[Path, np.ndarray, np.nd
             continue
         name, _, label = line.rstrip().rpartition(" ")
         if not name.strip() or not label.isdecimal() or len(label) > 9:
-            raise UserError(f"{path}, line {number}: {line[:80]!r} is not the name of an image and its class number")
+            raise UserError(
+                f"{path}, line {number}: {line[:80]!r} is not the name of an image and its class number: number the "
+                "classes from 0 on, or use data.name=folder, where folders have their names"
+            )
         names.append(name.strip() if root is None else name.strip().lstrip("/"))  # Caffe puts the root before any name
         labels.append(int(label))
     if not names:

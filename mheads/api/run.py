@@ -161,7 +161,7 @@ class Run:
         if y is None and side is not None:
             raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
         examples = x if y is None else (x, y) if side is None else (x, y, side)
-        split, _ = make_labelled_split(examples, "the examples", self.data.problem)
+        split, _ = make_labelled_split(examples, "given", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
@@ -276,6 +276,11 @@ def make_labelled_split(
             (n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.TARGET_KINDS), name
         )
         classes = problem.names if is_single_label(problem) else None
+    if name == "classification" and split.targets.dtype.kind == "f" and split.targets.shape[1:] == (1,):
+        raise UserError(
+            f"{where}: labels are floats, such as {split.targets[0, 0]!s}, and name no classes: give class numbers as "
+            "integers, y.astype(int), or names"
+        )
     splits, posed = datasets.pose_targets({where: split}, classes, name)
     problem = problem or posed
     problem.check_targets(splits[where].targets, where)

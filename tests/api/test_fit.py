@@ -458,6 +458,10 @@ def test_a_dataset_with_names_trains_to_the_same_bits_as_arrays():
         mheads.evaluate(run.net, (TEST[0], names))
     with pytest.raises(mheads.UserError, match="label 10, but the 10 classes"):
         run.evaluate(TEST[0][:1], [10])
+    with pytest.raises(mheads.UserError, match=r"^given: labels are floats, such as 3.0, and name no classes.*astype"):
+        run.evaluate(TEST[0][:1], np.array([3.0]))  # float64 [N], and not what becomes of it
+    with pytest.raises(mheads.UserError, match=r"^given labels have dtype int64 and shape \[1, 1\]"):
+        run.evaluate(TEST[0][:1], np.array([[3]]))
 
 
 def test_weights_count_examples_as_often():

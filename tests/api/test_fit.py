@@ -602,6 +602,23 @@ def test_trees_built_in_threads_have_the_weights_of_their_seed():
     assert all(torch.equal(state[name], expected[name]) for state in found for name in expected)
 
 
+@pytest.mark.parametrize(
+    ("examples", "given"),
+    [
+        (TRAIN, "ndarray, ndarray"),
+        ((mheads.losses.mcl(), *TRAIN), "Loss, ndarray, ndarray"),
+        ((TRAIN,), "tuple"),
+    ],
+)
+def test_examples_without_a_name_are_told_theirs(examples, given):
+    with pytest.raises(mheads.UserError) as error:
+        mheads.fit(mheads.TreeNet(user_networks.Plain, members=2), *examples)
+    assert str(error.value) == (
+        f"fit(net, {given}): after the net there may be a loss, and examples come by name: fit(net, loss, train=(x, y))"
+    )
+    assert [*inspect.signature(mheads.fit).parameters][:3] == ["net", "loss", "train"]
+
+
 def test_ctrl_c_says_where_the_run_so_far_is(monkeypatch, tmp_path):
     log_step = Recorder.log_step
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -65,6 +66,12 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mheads", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(in_words_of_caller(message), stacklevel=level)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def describe_error(error: BaseException) -> str:

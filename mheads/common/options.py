@@ -18,6 +18,8 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
+from mheads.common.errors import did_you_mean
+
 Factories = Mapping[str, Callable[..., Any]]
 
 
@@ -58,7 +60,7 @@ def one_of(entries: Mapping[str, Any], what: str) -> AfterValidator:
 
     def check(name: str) -> str:
         if name not in entries:
-            raise ValueError(f"{what} is one of {', '.join(entries)}")
+            raise ValueError(f"{what} is one of {', '.join(entries)}{did_you_mean(name, entries)}")
         return name
 
     return AfterValidator(check)

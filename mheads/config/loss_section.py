@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator
 
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.common.options import Section, make_section, option, options_of, select_options
 from mheads.losses import BASE_LOSSES, LOSSES, WITH_SCORES, base_loss
 
@@ -15,7 +15,8 @@ def _loss_name(name: str) -> str:
     if name in BASE_LOSSES:
         raise ValueError(f"it is a base loss, that of one member on one example: give loss.base_loss={name}")
     if name not in LOSSES and ":" not in name:
-        raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
+        known = f"{', '.join(LOSSES)}, or package.module:factory of your own"
+        raise ValueError(f"a loss is one of {known}{did_you_mean(name, LOSSES)}")
     return name
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from mheads.common.errors import did_you_mean
 from mheads.optim.optimizers import OPTIMIZERS
 from mheads.optim.schedules import SCHEDULES
+
+__all__ = ["did_you_mean", "meaning", "suggest"]
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
 
@@ -69,12 +72,6 @@ MEANINGS = {name: meaning for meaning, names in OTHER_NAMES.items() for name in 
 def meaning(name: str) -> str | None:
     """What a key of another library is called here; None if it is not known."""
     return MEANINGS.get(name.lower().replace("-", "_"))
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def suggest(where: Sequence[str], known: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.data.arrays import with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.data_section import DataOptions, as_default, read_options
@@ -193,7 +193,8 @@ def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
 def load_section(options: DataOptions, only: str | None = None) -> Data:
     """The dataset that the `data` section of a config describes."""
     if options.name not in DATASETS:
-        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}")
+        near = did_you_mean(options.name, DATASETS)
+        raise UserError(f"there is no dataset {options.name!r}{near}; there are {', '.join(DATASETS)}")
     entry = DATASETS[options.name]
     keys = {**dict(options), "only": only, "need_test": options.validation == 0}
     keys["problem"] = "auto" if options.problem == "examples" else options.problem

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mheads.common import safe_yaml
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.networks.airbench import airbench
 from mheads.networks.caffenet import caffenet
 from mheads.networks.cifar10_quick import cifar10_quick
@@ -87,7 +87,8 @@ def check_name(name: str) -> str:
 
 def _unknown(name: str) -> str:
     known = sorted(NETWORKS, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
-    return f"is not known; there are {', '.join(known)}, or give one of your own as package.module:factory"
+    near = did_you_mean(name, known)
+    return f"is not known{near}; there are {', '.join(known)}, or give one of your own as package.module:factory"
 
 
 def resolve(name: str) -> Callable[..., nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mheads.common.atomic_files import check_output
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.common.progress import Watcher
 from mheads.problems import is_single_label
 from mheads.problems.baselines import tell_collapse
@@ -49,7 +49,7 @@ def draw_figure(name: str, runs: Sequence[ShownRun]) -> Figure:
 
 def find_figure(name: str) -> FigureEntry:
     if name not in FIGURES:
-        raise UserError(f"there is no plot {name!r}: give {', '.join(FIGURES)}")
+        raise UserError(f"there is no plot {name!r}{did_you_mean(name, FIGURES)}: give {', '.join(FIGURES)}")
     return FIGURES[name]
 
 

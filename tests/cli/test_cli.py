@@ -113,7 +113,12 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
         (["device=meta"], ["'meta'", "cpu, cuda"]),
         (["init=nowhere"], ["nowhere'", "random, same"]),
         (["init=same"], ["init=same", "identical", "mcl"]),
-        (["model=digit"], ["'digit'", "digits", "package.module:factory"]),
+        (["model=digit"], ["'digit'", "(did you mean digits?)", "package.module:factory"]),
+        (["loss=mlc"], ["loss.name = 'mlc'", "package.module:factory of your own (did you mean mcl?)"]),
+        (["optim.name=sdg"], ["optim.name = 'sdg'", "adadelta (did you mean sgd?)"]),
+        (["optim.schedule=cosin"], ["optim.schedule.name = 'cosin'", "(did you mean cosine?)"]),
+        (["sampling=bagin"], ["sampling.name = 'bagin'", "(did you mean bagging?)"]),
+        (["data=cifar"], ["no dataset 'cifar' (did you mean cifar10?); there are digits"]),
         (["model=user_networks:half"], ["'user_networks:half'", "0.5", "Module"]),
         (["model=user_networks:nothing"], ["'user_networks:nothing'", "networks"]),
         (["model_args.clases=3"], ["'clases'", "digits"]),
@@ -209,7 +214,7 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
         (["data.padding=reflect"], "data.padding = reflect, but data.pad is 0: give data.pad too"),
         (["optim.name=muon", "optim.regularization=l1"], "optim.regularization = l1 is not for muon"),
         (["teacher.weight=0.5"], "teacher.weight is about a teacher's answers, and there are none"),
-        (["model=digit"], "model = 'digit': it is not known; there are digits, "),
+        (["model=digit"], "model = 'digit': it is not known (did you mean digits?); there are digits, "),
     ],
 )
 def test_what_would_do_nothing_is_refused_by_train_and_config(refused, given, said):

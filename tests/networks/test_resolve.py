@@ -29,7 +29,8 @@ def test_a_factory_of_ones_own_in_the_current_directory(own_nets):
 
 
 def test_an_unknown_name_lists_the_nearest_first():
-    with pytest.raises(UserError, match=r"'nin_cifar10' is not known; there are nin_cifar100, .*digits"):
+    words = r"'nin_cifar10' is not known \(did you mean nin_cifar100\?\); there are nin_cifar100, .*digits"
+    with pytest.raises(UserError, match=words):
         resolve("nin_cifar10")
 
 

@@ -98,6 +98,7 @@ def test_without_a_file_the_picture_is_in_the_folder_of_the_first_run(mheads, ru
     ("arguments", "message"),
     [
         (("nothing", "single"), "there is no plot 'nothing': give ownership, history"),
+        (("ownrship", "single"), "there is no plot 'ownrship' (did you mean ownership?): give ownership, history"),
         (("wins", "single", "tree"), "wins shows one run, and there are 2"),
         (("wins", "single", "-o", "plot.jpg"), "give a file that ends in .png, .svg or .pdf"),
         (("wins", "single", "-o", "nowhere/plot.png"), "cannot write nowhere/plot.png: there is no folder nowhere"),

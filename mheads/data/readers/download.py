@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.data.readers.cache import building, cache_dir, recover, sizes_match, write_manifest
 from mheads.data.readers.cifar import CIFAR10, CIFAR100, SIDE, Layout, read_cifar, write_records
 
@@ -67,8 +67,8 @@ def get(name: str, progress: Progress | None = None, force: bool = False) -> Pat
     """Fetches a set into the cache unless it is there, or again with `force`; returns its folder."""
     if name not in REMOTES:
         raise UserError(
-            f"there is nothing to fetch for {name!r}; `mheads data get` knows {', '.join(REMOTES)}"
-            " (`mheads data list` shows all that there are)"
+            f"there is nothing to fetch for {name!r}{did_you_mean(name, REMOTES)}; `mheads data get` knows "
+            f"{', '.join(REMOTES)} (`mheads data list` shows all that there are)"
         )
     remote, target = REMOTES[name], cache_dir() / name
     recover(target)

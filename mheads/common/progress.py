@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mheads.common.errors import in_words_of_caller, warn
+from mheads.common.number_words import count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +107,8 @@ class Terminal(Watcher):
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:
         self._task = self._bar.add_task(self.label, total=total, completed=done, info="")
-        self._pace, self._total, self._first = Pace(), total, (done, time.monotonic())
+        self._pace, self._total, self._warm = Pace(), total, done + 3
+        self._warm_at: float | None = None
         with self._bar:
             yield
         self._bar.remove_task(self._task)
@@ -117,12 +119,18 @@ class Terminal(Watcher):
         self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
 
     def _say_duration(self, step: int) -> None:
-        """Says in one line how long training will take, if no bar is shown and it takes more than a minute."""
-        done, began = self._first
-        if step - done == 3:  # the first steps are the slowest
-            left = (time.monotonic() - began) / 3 * (self._total - step)
+        """Says in one line how long training will take, if no bar is shown and it takes more than a minute.
+
+        The first three steps are the slowest: it is measured over those after them, for a second or more.
+        """
+        if step == self._warm:
+            self._warm_at = time.monotonic()
+        elif self._warm_at is not None and (took := time.monotonic() - self._warm_at) >= 1:
+            self._warm_at = None
+            left = took / (step - self._warm) * (self._total - step)
             if left > 60:
-                self.say(f"{self._total - step:,} iterations to go, about {left / 60:.0f} minutes")
+                minutes = count(round(left / 60), "minute")
+                self.say(f"{count(self._total - step, 'iteration')} to go, about {minutes}")
 
     @contextmanager
     def evaluating(self, examples: int) -> Iterator[Callable[[int], None]]:

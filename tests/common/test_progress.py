@@ -11,16 +11,16 @@ from mheads.problems.metrics import ClassificationResult
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Writes the progress of `total` steps of `seconds` each to a file, and returns the text."""
+    """Writes the progress of `total` steps of `seconds` each, the first three of `first`, and returns the text."""
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
 
-    def train(total, seconds):
+    def train(total, seconds, first=None):
         out = io.StringIO()
         terminal = progress.Terminal(Console(file=out, width=200))
         with terminal.training(total, 0):
-            for step in range(1, min(total, 10) + 1):
-                clock[0] += seconds
+            for step in range(1, min(total, 100) + 1):
+                clock[0] += first if first is not None and step <= 3 else seconds
                 terminal.step(step, 1.0, 0.1, 32, [0.5, 0.5])
         terminal.on_evaluation(10, ClassificationResult.unknown(2, 3))
         return out.getvalue()
@@ -29,7 +29,14 @@ def shown(monkeypatch):
 
 
 def test_a_long_training_says_once_how_long_it_will_be(shown):
-    assert shown(1003, 2.4).count("1,000 iterations to go, about 40 minutes") == 1
+    assert shown(1004, 2.4).count("1,000 iterations to go, about 40 minutes") == 1  # at step 4
+
+
+def test_the_first_steps_do_not_count_and_fast_ones_are_measured_for_a_second(shown):
+    # Steps of 1/16 s: a second after step 3 it is step 19, with 1,000 steps of 62.5 s to go. By the first three, of two
+    # seconds each, it would be half an hour.
+    assert shown(1019, 1 / 16, first=2.0).splitlines()[0] == "1,000 iterations to go, about 1 minute"
+    assert "to go" not in shown(519, 1 / 16, first=2.0)
 
 
 def test_a_short_training_says_nothing_of_the_kind(shown):

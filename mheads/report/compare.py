@@ -135,10 +135,13 @@ def tabulate_results(records: Sequence[Record]) -> Table:
             columns[f"top-{most}"] = lambda record: _write(top(record.result or {}, most), ".2f")
     columns["members"] = lambda record: Cell(str(record.config.members), record.config.members)
     columns["loss"] = _write_loss
-    columns["parameters"] = partial(_write_result, key="parameters", form=",.0f")
-    columns["seconds"] = partial(_write_result, key="seconds", form=",.1f")
+    for key, digits in (("parameters", ",.0f"), ("seconds", ",.1f")):  # which are known in the end
+        if any(key in (record.result or {}) for record in records):
+            columns[key] = partial(_write_result, key=key, form=digits)
     if not all(record.finished for record in records):
-        columns["state"] = lambda record: Cell("finished" if record.finished else f"iteration {record.iteration:,}")
+        columns["state"] = lambda record: Cell(
+            "finished" if record.finished else f"iteration {record.iteration:,}{record.evaluated}"
+        )
     rows = [[write(record) for write in columns.values()] for record in records]
     splits = sorted({record.result["split"] for record in records if record.result})
     measure = problem.measure

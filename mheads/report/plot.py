@@ -34,7 +34,8 @@ def plot(name: str, paths: Sequence[Path], output: Path | None, watch: Watcher, 
     output = output or paths[0] / f"{name}.png"
     for record in records:
         if not record.finished:
-            watch.warn(f"{record.place} is not finished: this shows it at iteration {record.iteration:,}")
+            at = f"iteration {record.iteration:,}{record.evaluated}"
+            watch.warn(f"{record.place} is not finished: this shows it at {at}")
     save(draw_figure(name, [ShownRun(record, watch, trust) for record in records]), output)
     return output
 

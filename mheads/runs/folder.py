@@ -225,7 +225,7 @@ class RunFolder(RunFiles):
             reached = f"iteration {checkpoint.step} of {total}"
             warn(f"{missing[0]} is missing, and this is the checkpoint of {reached}; {AGAIN}")
         else:
-            warn(f"{self.path} is not finished: iteration {checkpoint.step} of {total}")
+            warn(f"{self.path} is not finished: iteration {checkpoint.step} of {total} is its newest checkpoint")
         weights = {name.removeprefix("model/"): tensor for name, tensor in checkpoint.tensors.items()}
         file, seconds = checkpoints.path(checkpoint.step), float(checkpoint.state["seconds"])
         return Weights(file, weights, checkpoint.step, seconds, False, checkpoint.state["log"])

@@ -57,6 +57,12 @@ class Record:
         """The last one that is known of."""
         return max((line["iteration"] for lines in self.log for line in lines), default=0)
 
+    @property
+    def evaluated(self) -> str:
+        """What follows the iteration of a run whose `result` is of an earlier one."""
+        at = self.log.evaluations[-1]["iteration"] if self.log.evaluations else self.iteration
+        return "" if self.finished or at == self.iteration else f", evaluated at {at:,}"
+
     def require_result(self) -> dict[str, Any]:
         """The result; refuses a run that has none."""
         if self.result is None:

@@ -11,6 +11,8 @@ import mheads as package
 from mheads import losses
 from mheads.common.errors import UserError
 from mheads.report.compare import Comparison, tabulate_results, tabulate_settings
+from mheads.report.page import describe
+from mheads.runs.metrics_log import Log
 from mheads.runs.read_run import Record
 from mheads.trees.treenet import TreeNet
 
@@ -121,6 +123,21 @@ def test_a_run_without_a_result_has_empty_cells_and_its_state():
     done, begun = Comparison(tabulate_results([run, early]), None).rows
     assert done["Ensemble-Mean"] is not None and done["state"] == "finished"
     assert begun["Ensemble-Mean"] is None and begun["parameters"] is None and begun["state"] == "iteration 3"
+
+
+def test_an_unfinished_run_says_at_which_iteration_its_figures_were_measured():
+    run = fit(2, iterations=4).record("killed")
+    evaluated = {"iteration": 500, "split": "test", "members": [1.0, 2.0], "ensemble_mean": 50.0, "oracle": 60.0}
+    evaluated |= {"ownership": [[1], [1]], "single": 1.5, "examples": 20}
+    killed = dataclasses.replace(
+        run, log=Log([{"iteration": 525}], [evaluated]), result=evaluated, finished=False, in_memory=False
+    )
+    (row,) = Comparison(tabulate_results([killed]), None).rows
+    assert (row["Ensemble-Mean"], row["state"]) == (50.0, "iteration 525, evaluated at 500")
+    assert "parameters" not in row and "seconds" not in row  # which are known in the end
+    assert describe.state(killed) == "Not finished: iteration 525 of 4, evaluated at 500"
+    just = dataclasses.replace(killed, log=Log([{"iteration": 500}], [evaluated]))
+    assert describe.state(just) == "Not finished: iteration 500 of 4"
 
 
 def test_runs_that_are_measured_otherwise_are_refused(tmp_path):

@@ -388,7 +388,7 @@ def test_an_unfinished_run_is_evaluated_asked_and_loaded_at_its_newest_checkpoin
     for command in (["eval", unfinished, "--trust"], ["predict", unfinished, tmp_path / "a.png", "--trust"]):
         done = mheads(*command)
         assert done.code == 0, done.err
-        assert "is not finished: iteration 18 of 24" in done.out
+        assert "is not finished: iteration 18 of 24 is its newest checkpoint" in done.out
     with pytest.warns(UserWarning, match="iteration 18 of 24|evaluation at iteration 16, on the test set") as said:
         run = package.load(unfinished, trust=True)
     assert len(said) == 2

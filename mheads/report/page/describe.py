@@ -102,7 +102,7 @@ def short(value: Any) -> str:
 def state(record: Record) -> str:
     """How far an unfinished run is; nothing for one that is finished."""
     total = record.config.pretrain + record.config.optim.iterations
-    return "" if record.finished else f"Not finished: iteration {record.iteration:,} of {total:,}"
+    return "" if record.finished else f"Not finished: iteration {record.iteration:,} of {total:,}{record.evaluated}"
 
 
 def versions(record: Record) -> str:

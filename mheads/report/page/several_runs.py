@@ -39,7 +39,9 @@ def make_comparison(
         for record in records
         for path, problem in record.folder.problems().items()
     ]
-    unfinished = [f"{record.title}, iteration {record.iteration:,}" for record in records if not record.finished]
+    unfinished = [
+        f"{record.title}, iteration {record.iteration:,}{record.evaluated}" for record in records if not record.finished
+    ]
     groups = max((record.data.problem.groups for record in records), key=len)
     sections, lacking = make_sections(COMPARISONS, runs, groups)
     return Page(

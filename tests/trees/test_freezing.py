@@ -291,7 +291,7 @@ NUMBERED = QUICK | {"train": (X[:, 0, 0, :5], Y), "test": (X[:, 0, 0, :5], Y)}
         (["stage:0", "stage:2"], {f"stages.1.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}),
         (["stage:0", "4"], {f"stages.{m}.{k}.{kind}" for m in (1, 2) for k in (0, 2) for kind in ("weight", "bias")}),
     ],
-    ids=str,
+    ids=["up_to", "layers", "stages", "both"],
 )
 @pytest.mark.parametrize("stack", ["auto", "never"])
 def test_a_name_of_a_stage_and_a_layer_freezes_what_its_prefix_says(freeze, learned, stack):

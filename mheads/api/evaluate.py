@@ -81,7 +81,7 @@ def evaluate(
             return _refuse_complex(_outputs_of_one(models, batch), models.network_name)
         return _outputs_of_all(members, batch)
 
-    split, solved = make_labelled_split(test, "the test examples", classes=classes, name=problem)
+    split, solved = make_labelled_split(test, "test", classes=classes, name=problem)
     if problem == "auto":
         datasets.warn_of_flags(split.targets, solved)
         datasets.warn_of_shares(split.targets, solved)

@@ -220,7 +220,7 @@ def test_a_run_reads_labels_that_are_the_integers_it_was_given_as_classes(tmp_pa
     assert made.result.to_dict() == plain.result.to_dict()
     read = mheads.load(tmp_path / "run", small)
     assert read.evaluate(x, ten).to_dict() == plain.evaluate(x, y).to_dict()
-    with pytest.raises(UserError, match="the examples: example 0 has the label 0, but the classes are 10, 20, 30"):
+    with pytest.raises(UserError, match="given: example 0 has the label 0, but the classes are 10, 20, 30"):
         read.evaluate(x, torch.zeros_like(y))
 
 

@@ -87,7 +87,7 @@ def world_of(net: Net) -> list[int]:
     return list(range(size))
 
 
-def meets(rule: Any, state: NetState, rank: int) -> bool:
+def matches_rule(rule: Any, state: NetState, rank: int) -> bool:
     if rule.HasField("phase") and rule.phase != state.phase:
         return False
     if rule.HasField("min_level") and state.level < rule.min_level:
@@ -105,11 +105,11 @@ def ranks_of(layer: CaffeLayer, state: NetState, world: Sequence[int]) -> list[i
     if include and exclude:
         raise layer.refuse("it has both include and exclude: say with one of them where it belongs")
     if not include:
-        return [rank for rank in world if not any(meets(rule, state, rank) for rule in exclude)]
+        return [rank for rank in world if not any(matches_rule(rule, state, rank) for rule in exclude)]
     ranks: dict[int, None] = {}
     for rule in include:
         listed = list(rule.mpi_rank) or list(world)
-        ranks |= dict.fromkeys(rank for rank in listed if meets(rule, state, rank))
+        ranks |= dict.fromkeys(rank for rank in listed if matches_rule(rule, state, rank))
     return list(ranks)
 
 

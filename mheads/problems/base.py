@@ -197,12 +197,12 @@ def refuse_other_width(targets: np.ndarray, classes: tuple[str, ...], where: str
 def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]:
     """The rows of a table that results in percent have in common; `members` says what of the members is shown."""
     several = len(summary["members"]) > 1
-    rows = [(members, "  ".join(number(a) for a in summary["members"]) + (" %" if not several else ""))]
+    rows = [(members, "  ".join(format_number(a) for a in summary["members"]) + (" %" if not several else ""))]
     if several:
         rows += [
-            ("mean member", f"{number(summary['single'])} %"),
-            *((who, f"{number(summary[key])} %") for key, who in ANSWERS.items() if key in summary),
-            ("Oracle", f"{number(summary['oracle'])} %"),
+            ("mean member", f"{format_number(summary['single'])} %"),
+            *((who, f"{format_number(summary[key])} %") for key, who in ANSWERS.items() if key in summary),
+            ("Oracle", f"{format_number(summary['oracle'])} %"),
         ]
     return rows
 
@@ -211,11 +211,11 @@ def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") ->
     """What a table shows of a further measure: of one network, or of the members' mean, Ensemble-Mean and Oracle."""
     who = {"single": "mean member", **ANSWERS, "oracle": "Oracle"}
     if len(measure["members"]) == 1:
-        return number(measure["single"], form) + unit
-    return ", ".join(f"{who[name]} {number(measure[name], form)}{unit}" for name in who if name in measure)
+        return format_number(measure["single"], form) + unit
+    return ", ".join(f"{who[name]} {format_number(measure[name], form)}{unit}" for name in who if name in measure)
 
 
-def number(value: float | None, form: str = ".2f") -> str:
+def format_number(value: float | None, form: str = ".2f") -> str:
     """A number of a result as JSON has it."""
     return "not finite" if value is None else format(value, form)
 

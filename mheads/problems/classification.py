@@ -15,7 +15,7 @@ from mheads.common import nested_values, number_words
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
-from mheads.problems.base import ANSWERS, ClassScores, more_classes, number, percent_rows
+from mheads.problems.base import ANSWERS, ClassScores, format_number, more_classes, percent_rows
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
@@ -102,7 +102,7 @@ class Classification(ClassScores):
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows = percent_rows(summary, "members") + _fair_rows(summary)
         if len(summary["members"]) > 1:
-            rows.append(("disagreement", f"{number(summary['disagreement'])} %"))
+            rows.append(("disagreement", f"{format_number(summary['disagreement'])} %"))
         for key, name, form, unit in (
             ("nll", "negative log-likelihood", ".4f", ""),
             ("calibration_error", "calibration error", ".2f", " %"),
@@ -119,7 +119,7 @@ class Classification(ClassScores):
         ):
             if key not in summary:  # an older result, or one without further examples
                 continue
-            texts = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
+            texts = {who: format_number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
             scored = f", scored {texts['ensemble_scored']}" if "ensemble_scored" in texts else ""
             rows.append(
                 (name, texts["ensemble_mean"] + scored + _temperature_remark(key, summary[key]["ensemble_mean"]))
@@ -175,12 +175,13 @@ def _fair_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ks = range(2, 1 + min(SHOWN_K, len(summary["ownership"][0])))
         known = [value for k in ks if (value := top(summary, k)) is not None]
         name = f"top-2 to top-{1 + len(known)}" if len(known) > 1 else "top-2"
-        return [(name, "  ".join(map(number, known)) + " %")] if known else []
+        return [(name, "  ".join(map(format_number, known)) + " %")] if known else []
     who = {"single": "mean member", **ANSWERS}
     named = {name: value for key, name in who.items() if (value := top(summary, m, key)) is not None}
-    rows = [(f"top-{m}", ", ".join(f"{name} {number(value)} %" for name, value in named.items()))] if named else []
+    texts = [f"{name} {format_number(value)} %" for name, value in named.items()]
+    rows = [(f"top-{m}", ", ".join(texts))] if texts else []
     if near_chance(summary):
-        chance = number(summary["oracle_chance"])
+        chance = format_number(summary["oracle_chance"])
         rows.append(("chance", f"{m} members that always give one class each have an Oracle of {chance} %"))
     return rows
 

@@ -21,7 +21,7 @@ from mheads.common.nested_values import Value
 from mheads.common.schemas import Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
-from mheads.problems.base import Problem, number, percent_rows
+from mheads.problems.base import Problem, format_number, percent_rows
 from mheads.problems.member_losses import region_losses
 from mheads.problems.metrics import owner_of
 from mheads.problems.result import PercentResult, by_predictor
@@ -165,17 +165,16 @@ class Detection(Problem):
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows = percent_rows(summary, "members, mAP of VOC 2007")
         if summary.get("oracle_chance") is not None and len(summary["members"]) > 1:
-            rows.append(("Oracle by chance", f"{number(summary['oracle_chance'])} %, of answers dealt at random"))
+            chance = format_number(summary["oracle_chance"])
+            rows.append(("Oracle by chance", f"{chance} %, of answers dealt at random"))
         further = summary["further"]
         for which, measure, name in (
             ("regressed", "all-point", "the same, all points"),
             ("proposals", "11-point", "boxes as proposed"),
             ("proposals", "all-point", "the same, all points"),
         ):
-            each = further[which][measure]
-            rows.append(
-                (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
-            )
+            mean, single = (format_number(further[which][measure][key]) for key in ("ensemble_mean", "single"))
+            rows.append((name, f"Ensemble-Mean {mean}, mean member {single} %"))
         return rows
 
     @classmethod

@@ -40,7 +40,7 @@ HIGHER = ("dee", "auroc", "evenness", "learning_entropy", "r2", "disagreement", 
 LARGE = 1e6  # from which on decimals say nothing
 
 
-def begins(metric: str, name: str) -> bool:
+def begins_with(metric: str, name: str) -> bool:
     return metric == name or metric.startswith(f"{name}_")
 
 
@@ -48,9 +48,9 @@ def label(metric: str) -> str:
     return LABELS.get(metric, metric.replace("_", " "))
 
 
-def number(value: float, metric: str, percent: bool = True) -> str:
+def format_metric(value: float, metric: str, percent: bool = True) -> str:
     """The value of a metric; one that FORMS does not know has two decimals in percent, and else four digits."""
     for name, form in FORMS.items():
-        if begins(metric, name):
+        if begins_with(metric, name):
             return format(value, form if form == ",.0f" or abs(value) < LARGE else ".4g")
     return f"{value:.2f}" if (percent or abs(value) >= 1000) and abs(value) < LARGE else f"{value:.4g}"

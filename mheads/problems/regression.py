@@ -16,7 +16,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
-from mheads.problems.base import Problem, further_row, mean_or_weighted, number
+from mheads.problems.base import Problem, format_number, further_row, mean_or_weighted
 from mheads.problems.densities import (
     KERNEL_SCALES,
     KernelChoice,
@@ -308,7 +308,7 @@ class Regression(Problem):
             rows += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4g", ""))]
         names = {"distortion": "distortion", "min_ade": "minADE", "min_fde": "minFDE"}
         names |= {"nll": "NLL", "nll_voronoi": "NLL, Voronoi"}
-        return rows + [(text, number(summary[key], ".4g")) for key, text in names.items() if key in summary]
+        return rows + [(text, format_number(summary[key], ".4g")) for key, text in names.items() if key in summary]
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         return super().answer_text(outputs.flatten(2), [answer.flatten(1) for answer in ensemble])

@@ -167,7 +167,7 @@ def _write_result(record: Record, key: str, form: str) -> Cell:
 
 def _write_loss(record: Record) -> Cell:
     loss = record.config.loss
-    options = [f",\N{NO-BREAK SPACE}{key}={describe.short(value)}" for key, value in loss.summary.items()]
+    options = [f",\N{NO-BREAK SPACE}{key}={describe.as_override(value)}" for key, value in loss.summary.items()]
     return Cell("".join([loss.name, *options]))
 
 
@@ -186,7 +186,7 @@ def tabulate_settings(records: Sequence[Record]) -> Table | None:
     """The keys of the configs that differ, with the value of each run."""
     flat = [schema.flatten(record.config) for record in records]
     keys = [key for key, value in flat[0].items() if any(_differ(key, value, other[key]) for other in flat)]
-    rows = [[Cell(key), *(Cell(describe.short(values[key])) for values in flat)] for key in keys]
+    rows = [[Cell(key), *(Cell(describe.as_override(values[key])) for values in flat)] for key in keys]
     return Table("Settings that differ", ["key", *(record.title for record in records)], rows) if keys else None
 
 

@@ -13,7 +13,7 @@ from mheads import problems
 from mheads.config import read as configs
 from mheads.config import schema
 from mheads.problems.baselines import near_chance
-from mheads.problems.metric_text import HIGHER, LOWER, begins, label, number
+from mheads.problems.metric_text import HIGHER, LOWER, begins_with, format_metric, label
 from mheads.problems.metrics import LEAST_K
 from mheads.problems.uncertainty import deep_ensemble_equivalent
 from mheads.suites.metric_names import MEMBER, read_figure
@@ -67,7 +67,7 @@ def describe_chance(document: Document) -> str:
     for row in rows_run(document):
         near = [run["result"]["oracle_chance"] for run in _runs(document, row) if near_chance(run["result"])]
         if near and "oracle" not in _entry(document, row).get("metrics", {}):  # of which the row shows another number
-            levels.setdefault(number(max(near), "oracle"), []).append(row)
+            levels.setdefault(format_metric(max(near), "oracle"), []).append(row)
     if not levels:
         return ""
     names = ", ".join(row for rows in levels.values() for row in rows)
@@ -249,7 +249,7 @@ def _is_other_run(key: str) -> bool:
 def higher_is_better(document: Document, metric: str) -> bool:
     """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
     for names, higher in ((LOWER, False), (HIGHER, True)):
-        if any(begins(metric, name) for name in names):
+        if any(begins_with(metric, name) for name in names):
             return higher
     return in_percent(document)
 
@@ -295,7 +295,7 @@ def format_paper(document: Document, row: str, metric: str) -> str:
 
 def _format(figure: dict[str, float | None], metric: str, percent: bool) -> str:
     """A mean with what else there is: `80.72 ± 0.10 (80.60 to 80.80)`."""
-    texts = {key: number(value, metric, percent) for key, value in figure.items() if value is not None}
+    texts = {key: format_metric(value, metric, percent) for key, value in figure.items() if value is not None}
     text = texts["mean"] + (f" ± {texts['std']}" if "std" in texts else "")
     return text + (f" ({texts['min']} to {texts['max']})" if "min" in texts else "")
 
@@ -306,4 +306,4 @@ def format_difference(document: Document, row: str, metric: str) -> str:
     if values is None or figure is None or "mean" not in figure:
         return ""
     above = values.mean - figure["mean"]
-    return f"{'-' if above < 0 else '+'}{number(abs(above), metric, in_percent(document))}"
+    return f"{'-' if above < 0 else '+'}{format_metric(abs(above), metric, in_percent(document))}"

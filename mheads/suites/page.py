@@ -9,7 +9,7 @@ from pathlib import Path
 from mheads.common.atomic_files import check_output, write_atomically
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
-from mheads.problems.metric_text import label, number
+from mheads.problems.metric_text import format_metric, label
 from mheads.report.page.html import Headline, PageSection
 from mheads.report.page.report import SUFFIXES
 from mheads.report.page.several_runs import find_best, make_comparison
@@ -71,7 +71,7 @@ def _best(document: results.Document) -> Headline:
             means = {row: mean for row, mean in means.items() if not ((c := chances[row]) and c.mean == 100)}
         if means:
             higher = findings.higher_is_better(document, metric)
-            value, who = find_best(means, higher, partial(number, metric=metric, percent=percent))
+            value, who = find_best(means, higher, partial(format_metric, metric=metric, percent=percent))
             value = findings.format_ours(document, who[0], metric) if len(who) == 1 else value
             facts.append((f"Best {label(metric)}", value, "%" if percent else "", ", ".join(who)))
     return facts

@@ -14,7 +14,7 @@ from mheads.common.errors import UserError
 from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Watcher, step_bar, step_line
 from mheads.problems.baselines import top
-from mheads.problems.metric_text import number
+from mheads.problems.metric_text import format_metric
 from mheads.suites import findings
 from mheads.suites.jobs import SuiteJob
 from mheads.suites.run_locks import Claim
@@ -44,7 +44,7 @@ class Overview(Watcher):
         self._done += 1
         if result is not None:
             measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
-            write = partial(number, percent=findings.is_in_percent(result))
+            write = partial(format_metric, percent=findings.is_in_percent(result))
             known = [(name, key) for name, key in measures if isinstance(result[key], int | float)]
             texts = [f"{name} {write(result[key], key)}" for name, key in known]
             members = len(result.get("members", ()))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mheads.problems.metric_text import label, number
+from mheads.problems.metric_text import format_metric, label
 from mheads.suites.claims import MetricTerm
 from mheads.suites.findings import Document, by_seed, higher_is_better, in_percent, why_missing
 
@@ -152,7 +152,7 @@ def _order(document: Document, claim: dict[str, Any]) -> Verdict:
     if len(trials) > 1 and not seeds:
         return Verdict(text, "open", _no_common_seed(trials))
     values = np.array([[by_row[seed] for seed in seeds] for by_row in trials.values()])
-    means = [number(row.mean(), metric, in_percent(document)) for row in values]
+    means = [format_metric(row.mean(), metric, in_percent(document)) for row in values]
     shown = [_show(row, metric, in_percent(document)) for row in values]
     figures = ", ".join([*map(" ".join, zip(trials, shown, strict=True)), *missing])
     if len(trials) < 2:
@@ -180,11 +180,9 @@ def _relation(document: Document, claim: dict[str, Any]) -> Verdict:
     )
     margins = _relation_margins(document, terms, left, right, relation, within)
     percent, metric = in_percent(document), terms["left"].metric
-    means = [number(left.mean(), metric, percent), number(right.mean(), terms["right"].metric or metric, percent)]
-    shown = [
-        _show(values, term.metric or metric, percent)
-        for values, term in zip((left, right), terms.values(), strict=True)
-    ]
+    named = [(values, term.metric or metric) for values, term in zip((left, right), terms.values(), strict=True)]
+    means = [format_metric(values.mean(), name, percent) for values, name in named]
+    shown = [_show(values, name, percent) for values, name in named]
     sides = zip(terms.items(), shown, strict=True)
     figures = ", ".join(f"{claim[side]} {figure}" for (side, term), figure in sides if term.parts)
     if len(seeds) > 1 and not margins.exact:
@@ -200,9 +198,9 @@ def _relation(document: Document, claim: dict[str, Any]) -> Verdict:
 def _show(values: np.ndarray, metric: str, percent: bool, sign: bool = False) -> str:
     """The mean over seeds [n] and, of several, their standard deviation (n - 1); what no seed changes has none."""
     mean = values.mean()
-    text = ("+" if sign and mean >= 0 else "") + number(mean, metric, percent)
+    text = ("+" if sign and mean >= 0 else "") + format_metric(mean, metric, percent)
     return text + (
-        f" ± {number(values.std(ddof=1), metric, percent)}" if len(values) > 1 and metric not in EXACT else ""
+        f" ± {format_metric(values.std(ddof=1), metric, percent)}" if len(values) > 1 and metric not in EXACT else ""
     )
 
 
@@ -212,7 +210,7 @@ def _show_difference(values: np.ndarray, metric: str, percent: bool, document: D
     if np.ptp(values) == 0:
         return text
     ends = confidence_interval(values, document.get("test_share", 0.0))
-    low, high = ("+" * (end >= 0) + number(end, metric, percent) for end in ends)
+    low, high = ("+" * (end >= 0) + format_metric(end, metric, percent) for end in ends)
     return f"{text} ({100 * (1 - LEVEL):g} % CI {low} to {high})"
 
 

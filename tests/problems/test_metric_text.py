@@ -2,7 +2,7 @@
 
 import pytest
 
-from mheads.problems.metric_text import number
+from mheads.problems.metric_text import format_metric
 from mheads.problems.regression import Regression, RegressionResult
 
 
@@ -24,7 +24,7 @@ from mheads.problems.regression import Regression, RegressionResult
     ],
 )
 def test_the_name_of_a_metric_decides_how_it_is_written(metric, value, percent, text):
-    assert number(value, metric, percent) == text
+    assert format_metric(value, metric, percent) == text
 
 
 def test_an_explained_variance_that_diverged_is_short():

@@ -40,15 +40,15 @@ def names(stages: Iterable[str]) -> str:
             spans[-1] = (last[0], last[1], int(tail))
         else:
             spans.append((head + slash, int(tail), int(tail)))
-    return some([s if isinstance(s, str) else f"{s[0]}{span(s[1], s[2])}" for s in spans])
+    return join_some([s if isinstance(s, str) else f"{s[0]}{format_range(s[1], s[2])}" for s in spans])
 
 
-def some(texts: list[str]) -> str:
+def join_some(texts: list[str]) -> str:
     """Joins all texts if they are few, else the first two and the last."""
     return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
-def span(first: int, last: int) -> str:
+def format_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 

@@ -11,7 +11,7 @@ from mheads.common.progress import Terminal
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.problems import PROBLEMS
-from mheads.problems.base import number
+from mheads.problems.base import format_number
 
 
 class RoundTerminal(Terminal):
@@ -31,11 +31,11 @@ def rounds_table(summary: dict[str, Any]) -> rich.table.Table:
         rows.append(
             [
                 str(entry["round"]),
-                " ".join(number(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
-                *(number(entry[key], form) for key in ("ensemble_mean", "oracle")),
-                "" if entry.get("top_m") is None else number(entry["top_m"]),
+                " ".join(format_number(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
+                *(format_number(entry[key], form) for key in ("ensemble_mean", "oracle")),
+                "" if entry.get("top_m") is None else format_number(entry["top_m"]),
                 " ".join(f"{100 * count / sum(entry['examples']):.0f}" for count in entry["examples"]),
-                number(entry["objective"], ",.0f" if (entry["objective"] or 0) >= 10_000 else ".4g"),
+                format_number(entry["objective"], ",.0f" if (entry["objective"] or 0) >= 10_000 else ".4g"),
                 f"{entry['changed']:,}",
             ]
         )

@@ -92,7 +92,7 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
 
 def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray]:
     """Boxes of images by their keys, which are kept in the folder."""
-    opencv()
+    import_opencv()
     order = list(missing)
     random.Random(os.getpid()).shuffle(order)  # ranks that begin together share the images among them
 
@@ -130,7 +130,7 @@ def _read_boxes(path: Path) -> np.ndarray:
 
 def _search(scene: Scene) -> np.ndarray:
     """Boxes [P, 4]; none of an image that cannot be searched."""
-    cv2 = opencv()
+    cv2 = import_opencv()
     # Boxes of objects are in the pixels as they are stored: the image must not be turned as its camera was held.
     image = cv2.imread(str(scene.path), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
     ratio = 1.0 if image is None else min(1.0, WIDTH / image.shape[1])
@@ -145,7 +145,7 @@ def _search(scene: Scene) -> np.ndarray:
     return np.round(np.stack([left, top, left + width - 1, top + height - 1], 1)).astype(np.int32)
 
 
-def opencv() -> Any:
+def import_opencv() -> Any:
     """OpenCV with its contributed modules."""
     try:
         import cv2

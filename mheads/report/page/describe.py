@@ -47,7 +47,7 @@ def describe_loss(config: Config) -> str:
 def loss_text(config: Config) -> str:
     """The loss, its options, and what its module says of it."""
     loss = config.loss
-    options = ", ".join(f"{key}={short(value)}" for key, value in loss.told.items())
+    options = ", ".join(f"{key}={as_override(value)}" for key, value in loss.told.items())
     about = (sys.modules[LOSSES[loss.name].__module__].__doc__ or "").split("\n")[0] if loss.name in LOSSES else ""
     return f"{loss.name}{f' ({options})' if options else ''}{f'. {about}' if about else ''}"
 
@@ -56,13 +56,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
     """The settings that people ask for first."""
     config, optim, data = record.config, record.config.optim, record.data
     shape = " × ".join(map(str, data.shape))
-    schedule = " ".join([optim.schedule.name, *(f"{k}={short(v)}" for k, v in optim.schedule.options.items())])
+    schedule = " ".join([optim.schedule.name, *(f"{k}={as_override(v)}" for k, v in optim.schedule.options.items())])
     classes = getattr(data.problem, "classes", ())
     of_classes = f" of {count(len(classes), 'class', 'es')}" if classes else ""
-    placement = [("Placement", short(config.placement))] if config.placement != "default" else []
+    placement = [("Placement", as_override(config.placement))] if config.placement != "default" else []
     return [
-        ("Network", config.model + (f" {short(config.model_args)}" if config.model_args else "")),
-        ("Members", f"{config.members}" + (f", split {short(config.split)}" if config.is_split else "")),
+        ("Network", config.model + (f" {as_override(config.model_args)}" if config.model_args else "")),
+        ("Members", f"{config.members}" + (f", split {as_override(config.split)}" if config.is_split else "")),
         ("Loss", loss_text(config)),
         ("Data", f"{data.name}, {shape}, {data.problem.name}{of_classes}"),
         ("Sampling", f"{config.sampling.name}; initial weights: {config.init}"),
@@ -86,7 +86,7 @@ def command(config: Config) -> str:
         try:
             keys = schema.differing(configs.load(recipe), config)
             values = schema.flatten(config)
-            words = [recipe, *(f"{key}={short(values[key])}" for key in keys)]
+            words = [recipe, *(f"{key}={as_override(values[key])}" for key in keys)]
             if (best is None or len(words) < len(best)) and configs.load(words[0], words[1:]) == config:
                 best = words
         except UserError:  # these keys cannot be given so
@@ -94,7 +94,7 @@ def command(config: Config) -> str:
     return shlex.join(["mheads", "train", *(best or ["config.yaml"])])
 
 
-def short(value: Any) -> str:
+def as_override(value: Any) -> str:
     """A value as it is given on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -7,7 +7,7 @@ from typing import Any
 from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.problems import finds_objects
-from mheads.problems.metric_text import label, number
+from mheads.problems.metric_text import format_metric, label
 from mheads.report.shown_run import PaperFigures
 from mheads.runs.read_run import Record
 from mheads.runs.result_rows import result_rows
@@ -41,7 +41,8 @@ def _write_figure(figure: dict[str, Any], metric: str) -> str:
         return "  ".join(f"{value:.2f}" for value in figure["members"])
     if "mean" not in figure:
         return ""
-    return number(figure["mean"], metric) + (f" ± {number(figure['std'], metric)}" if figure.get("std") else "")
+    spread = f" ± {format_metric(figure['std'], metric)}" if figure.get("std") else ""
+    return format_metric(figure["mean"], metric) + spread
 
 
 def tabulate_precisions(record: Record) -> list[Table]:

@@ -33,7 +33,7 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
     began = time.monotonic()
     layers = _join_layers(chain, module, splits)
     more = nested_values.map_leaves(lambda t: torch.cat([t, t[:1]]), x)
-    with trial_run.as_it_was(module), trial_run.apart():
+    with trial_run.as_it_was(module), trial_run.isolated():
         for training in (True, False):
             module.train(training)
             layers.train(training)

@@ -39,7 +39,7 @@ def check_layers(network: str, layers: Layers, x: Value, side: Side, splits: Col
     """
     check_hooks(network, layers)
     chain = nn.ModuleList(layer for _, layer in layers)
-    with trial_run.as_it_was(chain), trial_run.apart():
+    with trial_run.as_it_was(chain), trial_run.isolated():
         chain.train(False)
         outputs = _run_and_check(network, layers, x, side, splits)
         remembering = None if known else _find_remembering(layers, x, side, outputs)

@@ -70,7 +70,7 @@ def check_examples(network: str, chain: Chain, module: nn.Module, x: Value, spli
 def _find_dependent(layers: Layers, x: Value, variations: Sequence[Variation], training: bool) -> str | None:
     """The first layer whose output for the same example differs between the batch and a variation."""
     rows, stages = nested_values.num_rows(x), nn.ModuleList(layer for _, layer in layers)
-    with trial_run.as_it_was(stages), trial_run.apart():
+    with trial_run.as_it_was(stages), trial_run.isolated():
         stages.train(training)
         for weights in (trial_run.shake(stages), nullcontext()):
             try:

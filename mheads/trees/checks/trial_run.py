@@ -30,7 +30,7 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Inside, the global generators are seeded anew and put back afterwards, and one thread computes.
 
     That is enough for a few rows, and processes that start at once do not wait for each other's threads.

@@ -132,6 +132,7 @@ def tree(progress: Progress, rounds: int) -> dict[str, Any]:
     for split in splits:
         result |= ratio(split, times[split], times["independent"])
         result[f"ratio_{split}_multiply_adds"] = round(work[split] / work["independent"], 3)
+    result |= ratio("single", times["single"], times["independent"])
     result["speedup_single"] = round(times["single_one_core"].best / times["single"].best, 3)
     return result
 

@@ -143,7 +143,7 @@ def searched(tmp_path, monkeypatch):
         with Image.open(scene.path) as image:
             return np.arange(4 * image.getpixel((0, 0))[0], dtype=np.int32).reshape(-1, 4)
 
-    monkeypatch.setattr(proposals, "opencv", lambda: None)
+    monkeypatch.setattr(proposals, "import_opencv", lambda: None)
     monkeypatch.setattr(proposals, "_search", search)
 
     def run():

@@ -20,19 +20,19 @@ from mheads.api.fit_keywords import (
     ConfigKeywords,
     check_keywords,
     list_config_keywords,
+    refuse_positional_examples,
     speaking_python,
 )
 from mheads.api.fit_start import check_not_failed, digest_start, set_init
 from mheads.api.run import Run, Temporary, open_run, remember_start
 from mheads.common import fingerprint
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.common.progress import Watcher, watcher
 from mheads.common.safe_yaml import as_plain
 from mheads.config import schema
 from mheads.config.options_without_effect import check_idle_keys
 from mheads.config.read import validate
 from mheads.config.schema import Config
-from mheads.config.unknown_keys import did_you_mean
 from mheads.distributed.launcher import detect
 from mheads.losses import BASE_LOSSES, LOSSES, Loss, base_loss, independent
 from mheads.runs.folder import RunFolder
@@ -71,6 +71,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @list_config_keywords
+@refuse_positional_examples
 def fit(
     net: TreeNet | nn.Module,
     loss: Loss | str | Callable[..., Any] | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypedDict, TypeVar, cast, get_type_hints
@@ -86,33 +86,33 @@ DEFAULTS = {keyword: _find_default(key) for keyword, key in CONFIG_KEYS.items()}
 
 
 def list_config_keywords(function: F) -> F:
-    """Lets `help` and notebooks show the keywords that the function unpacks, with their defaults; names what is not
-    given by name."""
-
-    @wraps(function)
-    def call(*given: Any, **keywords: Any) -> Any:
-        _check_positional(function.__name__, given, "train" in keywords)
-        return function(*given, **keywords)
-
+    """Lets `help` and notebooks show the keywords that the function unpacks, with their defaults."""
     signature, hints = inspect.signature(function), get_type_hints(ConfigKeywords)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     keywords = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
         for name, default in DEFAULTS.items()
     ]
-    call.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_positional_examples(function: F) -> F:
+    """Has the function raise for examples after the net, where scikit-learn takes them: there it takes a loss."""
+
+    @wraps(function)
+    def call(*given: Any, **keywords: Any) -> Any:
+        loss = given[1] if len(given) > 1 else None
+        is_loss = loss is None or isinstance(loss, str) or callable(loss) or "train" in keywords
+        if len(given) > 2 or not is_loss:
+            kinds, name = ", ".join(type(value).__name__ for value in given[1:]), function.__name__
+            raise UserError(
+                f"{name}(net, {kinds}): after the net there may be a loss, and examples come by name: {name}(net, loss, "
+                "train=(x, y))"
+            )
+        return function(*given, **keywords)
+
     return cast(F, call)
-
-
-def _check_positional(name: str, given: Sequence[Any], has_examples: bool) -> None:
-    """Raises for examples that are given as scikit-learn takes them, which would be a loss here."""
-    is_loss = len(given) < 2 or has_examples or given[1] is None or isinstance(given[1], str) or callable(given[1])
-    if len(given) > 2 or not is_loss:
-        kinds = ", ".join(type(value).__name__ for value in given[1:])
-        raise UserError(
-            f"{name}(net, {kinds}): after the net there may be a loss, and examples come by name: {name}(net, loss, "
-            "train=(x, y))"
-        )
 
 
 # Keywords of fit, and what scikit-learn, Keras, Lightning and our own config call them, where that is not what

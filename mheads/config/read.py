@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from mheads.common import atomic_files, safe_yaml
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.common.options import expand_name
 from mheads.config.aliases import GONE, rename_key, rename_keys
 from mheads.config.schema import ENTRIES, SECTIONS, Config, all_keys
-from mheads.config.unknown_keys import did_you_mean, suggest
+from mheads.config.unknown_keys import suggest
 from mheads.optim.optimizers import OPTIMIZERS
 
 Defaults = Mapping[str, Mapping[str, Any]]  # values of keys that a file does not have, by section

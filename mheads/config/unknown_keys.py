@@ -5,11 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from mheads.common.errors import did_you_mean
 from mheads.optim.optimizers import OPTIMIZERS
 from mheads.optim.schedules import SCHEDULES
-
-__all__ = ["did_you_mean", "meaning", "suggest"]
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
 

@@ -15,10 +15,9 @@ import yaml
 from pydantic import ValidationError
 
 from mheads.common import safe_yaml
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.common.number_words import count
 from mheads.config.schema import Config
-from mheads.config.unknown_keys import did_you_mean
 from mheads.suites.claims import Claim
 from mheads.suites.metric_names import check_metric
 from mheads.suites.suite import Suite, SuiteError, SuiteRow, explain_value

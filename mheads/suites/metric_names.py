@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from mheads.common import safe_yaml
-from mheads.common.errors import UserError
-from mheads.config.unknown_keys import did_you_mean
+from mheads.common.errors import UserError, did_you_mean
 from mheads.problems import PROBLEMS
 from mheads.problems.base import ANSWERS
 

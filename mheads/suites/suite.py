@@ -13,9 +13,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mheads.common import atomic_files, safe_yaml
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, did_you_mean
 from mheads.config import read as configs
-from mheads.config.unknown_keys import did_you_mean
 from mheads.suites.claims import STRICT, Claim, Each
 from mheads.suites.metric_names import check_metric, check_shown, read_figure
 

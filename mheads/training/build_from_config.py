@@ -21,10 +21,9 @@ from mheads import networks
 from mheads.common import fingerprint, nested_values, safe_yaml
 from mheads.common.check_precision import PRECISIONS, reason_against
 from mheads.common.device import default_workers, resolve
-from mheads.common.errors import UserError, describe_error, warn
+from mheads.common.errors import UserError, describe_error, did_you_mean, warn
 from mheads.common.nested_values import Value
 from mheads.config.schema import Config
-from mheads.config.unknown_keys import did_you_mean
 from mheads.data import Data
 from mheads.data.catalog import load_section
 from mheads.engine.engine_options import EngineOptions

@@ -107,8 +107,8 @@ def refuse_positional_examples(function: F) -> F:
         if len(given) > 2 or not is_loss:
             kinds, name = ", ".join(type(value).__name__ for value in given[1:]), function.__name__
             raise UserError(
-                f"{name}(net, {kinds}): after the net there may be a loss, and examples come by name: {name}(net, loss, "
-                "train=(x, y))"
+                f"{name}(net, {kinds}): after the net there may be a loss, and examples come by name: "
+                f"{name}(net, loss, train=(x, y))"
             )
         return function(*given, **keywords)
 

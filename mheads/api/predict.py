@@ -26,13 +26,14 @@ from mheads.data.catalog import DATASETS
 from mheads.data.readers.csv_table import read_csv
 from mheads.data.readers.image_crops import run_in_threads
 from mheads.data.readers.image_files import SUFFIXES, UnreadableError
-from mheads.data.readers.unlabelled import ARRAYS, read_array
+from mheads.data.readers.unlabelled import read_array
 from mheads.data.splits import TargetRows
 from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import finds_objects, gives_probabilities
 from mheads.training.build_from_config import make_engine
 
 WARNED = 10  # images that cannot be read, one by one
+ARRAYS = (".npz", ".csv")  # files of many examples
 WRITTEN = (".csv", ".npz")
 
 

@@ -37,6 +37,8 @@ def test_a_table_is_read_whatever_its_separator_with_or_without_a_header(tmp_pat
     [
         (["0", "2", "1"], "classification", [0, 2, 1]),
         (["0", "2.0", "1"], "regression", [0.0, 2.0, 1.0]),
+        (["0", "1" + 20 * "0", "1"], "regression", [0.0, float(np.float32(1e20)), 1.0]),  # no class number
+        (["--1", "+2", "0"], "classification", [1, 0, 2]),  # no numbers: +2, --1, 0 in sorted order
         (["1e-3", "-2", "nine"], "classification", [0, 1, 2]),  # names, in sorted order: -2, 1e-3, nine
     ],
 )
@@ -73,6 +75,8 @@ def test_held_out_rows_of_a_sorted_table_are_a_fair_sample(tmp_path):
         (["1,2,0", "3,1"], r"t.csv: line 2 has 2 values, the first row 3"),
         (["a,b,c"], r"t.csv holds no rows of numbers"),
         (["1,2,0", "nan,1,1"], r"NaN"),
+        (["1,2,0.5", "3,4,", "5,6,1.5"], r"t.csv: line 2 has no target in the last column"),
+        (["1", "2"], r"t.csv has one column"),
     ],
 )
 def test_what_cannot_be_learned_from_names_its_line(tmp_path, rows, message):

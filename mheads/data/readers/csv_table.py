@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mheads.data.python_data import read_arrays
 from mheads.data.readers.image_list import check_test_path
 from mheads.problems import Problem
 
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # what int64 holds
 Rows = list[tuple[int, list[str]]]  # with the numbers of their lines
 
 
@@ -27,12 +29,11 @@ def read_csv_table(
     The rows to train on are shuffled, always in the same order, since tables are often sorted.
     """
     check_test_path(path, test_path, need_test, "a table")
-    train, test = _read_rows(path), [] if test_path is None else _read_rows(test_path)
-    x = _to_numbers(path, train, drop_last=True)
-    x_test = x[:0] if test_path is None else _to_numbers(test_path, test, drop_last=True)
-    targets = _to_targets([line[-1] for _, line in train + test])
-    mixed = seeds.numpy_generator("csv", "order").permutation(len(x))
+    x, cells = _read_table(path)
+    x_test, test_cells = (x[:0], []) if test_path is None else _read_table(test_path)
+    targets = _to_targets(cells + test_cells)  # together, so that both are of one kind
     y, y_test = targets[: len(x)], targets[len(x) :]
+    mixed = seeds.numpy_generator("csv", "order").permutation(len(x))
     return read_arrays((x[mixed], y[mixed]), (x_test, y_test), str(path), None, problem)
 
 
@@ -44,6 +45,19 @@ def csv_table_shape(path: Path | None) -> tuple[int, ...] | None:
 def read_csv(path: Path) -> np.ndarray:
     """Rows of numbers [N, F], separated by commas, semicolons or tabs; a header is skipped."""
     return _to_numbers(path, _read_rows(path))
+
+
+def _read_table(path: Path) -> tuple[np.ndarray, list[str]]:
+    """The numbers [N, F] before the last column, and the cells of that column, the targets."""
+    rows = _read_rows(path)
+    x = _to_numbers(path, rows, drop_last=True)
+    if not x.shape[1]:
+        raise UserError(f"{path} has one column; a table has columns of numbers, and the target in the last one")
+    cells = [line[-1].strip() for _, line in rows]
+    if "" in cells:
+        number, _ = rows[cells.index("")]
+        raise UserError(f"{path}: line {number} has no target in the last column; fill it, or leave the line out")
+    return x, cells
 
 
 def _read_rows(path: Path) -> Rows:
@@ -80,11 +94,11 @@ def _to_numbers(path: Path, rows: Rows, drop_last: bool = False) -> np.ndarray:
 
 def _to_targets(cells: Sequence[str]) -> np.ndarray:
     """Class numbers if all are whole, numbers if all are numbers, else names of classes."""
-    if all(cell.strip().lstrip("+-").isdecimal() for cell in cells):
-        return np.array([int(cell) for cell in cells])
+    if all(WHOLE.fullmatch(cell) for cell in cells):
+        return np.array(cells, np.int64)
     if all(_is_number(cell) for cell in cells):
-        return np.array([float(cell) for cell in cells])
-    return np.array([cell.strip() for cell in cells])
+        return np.array(cells, np.float64)
+    return np.array(cells)
 
 
 def _is_number(text: str) -> bool:

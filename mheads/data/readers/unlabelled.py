@@ -10,8 +10,6 @@ import numpy as np
 from mheads.common.errors import UserError
 from mheads.data.readers.npz import open_arrays
 
-ARRAYS = (".npz", ".csv")
-
 
 def read_array(path: Path, names: Sequence[str]) -> np.ndarray:
     """The first array of these names in a .npz file, or its only one."""

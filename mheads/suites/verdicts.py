@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from mheads.common.number_words import count
 from mheads.problems.metric_text import format_metric, label
 from mheads.suites.claims import MetricTerm
 from mheads.suites.findings import Document, by_seed, higher_is_better, in_percent, why_missing
@@ -28,23 +29,15 @@ TEST = (
     "possible. Neighbours of an order are tested one by one, and what is about equal against both ends of its "
     "tolerance. Trials that are splits of one data set share training examples; the variance is then "
     "larger, as Nadeau and Bengio (2003) correct it. Differences that are the same in every seed have no variance, and "
-    "a sign test takes its place. One seed shows where the first figure lies from the second, and proves nothing."
+    "a sign test takes its place. Each verdict is that of its own test; behind p stands what Holm's correction (1979) "
+    "for all comparisons of the table makes of it. One seed shows where the first figure lies from the second, and "
+    "proves nothing."
 )
 TEXTS = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
 MOST_OPEN = 1  # claims that have a line each
 EXACT = ("parameters", "iterations")  # which no seed changes
+DECIDED = ("holds", "holds so far", "does not hold")
 DIGITS = 11  # of the compared values that margins keep: what is beyond is the arithmetic's, not the runs'
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What our runs say of a claim. `agrees`: whether their means are as claimed, None where some are missing."""
-
-    claim: str
-    word: str
-    figures: str
-    agrees: bool | None = None
-    num_seeds: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,10 +63,11 @@ class _Margins:
     def p_values(self) -> list[float]:
         return [p_value(margin, self.test_share) for margin in self.values]
 
-    def word(self) -> str:
+    def word(self, p_values: Sequence[float] | None = None) -> str:
+        """The verdict by the p-values of these tests, or of corrected ones."""
         if self.exact:
             return "holds" if self.agree else "does not hold"
-        signs = [self._sign(margin, p) for margin, p in zip(self.values, self.p_values(), strict=True)]
+        signs = [self._sign(*both) for both in zip(self.values, p_values or self.p_values(), strict=True)]
         return "does not hold" if -1 in signs else "within noise" if 0 in signs else "holds"
 
     def _sign(self, margin: np.ndarray, p: float) -> int:
@@ -81,6 +75,28 @@ class _Margins:
         if not margin.any():  # the same figures in every seed
             return 0 if self.strict else 1
         return int(np.sign(margin.mean())) if p < LEVEL else 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What our runs say of a claim. `agrees`: whether their means are as claimed, None where some are missing.
+
+    `margins` are what was tested, and `corrected` the p-values after Holm's correction; None where there was no test.
+    """
+
+    claim: str
+    word: str
+    figures: str
+    agrees: bool | None = None
+    num_seeds: int = 0
+    margins: _Margins | None = field(default=None, repr=False, compare=False)
+    corrected: Sequence[float] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether a claim that holds or does not hold does so after the correction too."""
+        assert self.margins is not None
+        return self.word.startswith(self.margins.word(self.corrected))
 
 
 def round_off(differences: np.ndarray, compared: np.ndarray) -> np.ndarray:
@@ -116,17 +132,41 @@ def _standard_error(margin: np.ndarray, test_share: float) -> float:
     return float(np.sqrt(margin.var(ddof=1) * (1 / len(margin) + test_share / (1 - test_share))))
 
 
+def correct_p_values(p_values: Sequence[float]) -> list[float]:
+    """The p-values after Holm's correction: at LEVEL, the chance of any false verdict among all these tests is LEVEL."""
+    corrected, largest = list(p_values), 0.0
+    for rank, i in enumerate(np.argsort(p_values, kind="stable")):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
 def verdicts(document: Document) -> list[Verdict]:
     """What our runs say of each claim; many claims that nothing is known of are one."""
-    all_verdicts = [
-        (_relation if claim.get("order") is None else _order)(document, claim) for claim in document["claims"]
-    ]
+    all_verdicts = _correct(
+        [(_relation if claim.get("order") is None else _order)(document, claim) for claim in document["claims"]]
+    )
     unknown = [verdict for verdict in all_verdicts if verdict.agrees is None]
     if len(unknown) <= MOST_OPEN:
         return all_verdicts
     missing = dict.fromkeys(part for verdict in unknown for part in verdict.figures.split(", "))
     together = Verdict(f"{len(unknown)} claims of which nothing is known yet", "open", ", ".join(missing))
     return [*(verdict for verdict in all_verdicts if verdict.agrees is not None), together]
+
+
+def _correct(claims: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts with the p-values of all their tests together, if these are several."""
+    p_values = [p for claim in claims if claim.margins for p in claim.margins.p_values()]
+    if len(p_values) < 2:
+        return list(claims)
+    left, done = correct_p_values(p_values), []
+    for claim in claims:
+        if claim.margins is not None:
+            own, left = left[: len(claim.margins.values)], left[len(claim.margins.values) :]
+            figures = f"{claim.figures} (Holm: {' and '.join(map(_show_p, own))})"
+            claim = replace(claim, figures=figures, corrected=own)
+        done.append(claim)
+    return done
 
 
 def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
@@ -138,7 +178,16 @@ def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
         return "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
     several = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     trials = "splits, corrected for their overlap" if document.get("test_share") else "seeds"
-    return f"By a paired t-test over {trials} (n = {several}), two-sided at {100 * LEVEL:g} %."
+    text = f"By a paired t-test over {trials} (n = {several}), two-sided at {100 * LEVEL:g} %."
+    num_tests = sum(len(verdict.corrected or ()) for verdict in claims)
+    decided = [verdict for verdict in claims if verdict.corrected and verdict.word in DECIDED]
+    if not decided:
+        return text
+    stay = sum(verdict.stays for verdict in decided)
+    return (
+        f"{text} {stay} of {count(len(decided), 'verdict')} beyond noise stay{'s' * (stay == 1)} after Holm's "
+        f"correction for the table's {num_tests} comparisons."
+    )
 
 
 def _order(document: Document, claim: dict[str, Any]) -> Verdict:
@@ -250,12 +299,17 @@ def _judge(
     elif num_seeds == 1:
         details = "; 1 seed in common" if fewer else ""
     else:
-        p_values = " and ".join("p < 0.001" if p < 0.001 else f"p = {p:.2g}" for p in margins.p_values())
+        p_values = " and ".join(map(_show_p, margins.p_values()))
         details = f"; {num_seeds} seeds{' in common' if fewer else ''}, {p_values}"
     if num_seeds == 1 and not margins.exact:
         return Verdict(claim, f"{direction}, one seed", figures + details, margins.agree, 1)
     word = margins.word()
-    return Verdict(claim, word + so_far * (word == "holds"), figures + details, margins.agree, num_seeds)
+    tested = None if margins.exact else margins
+    return Verdict(claim, word + so_far * (word == "holds"), figures + details, margins.agree, num_seeds, tested)
+
+
+def _show_p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
 def _common_seeds(trials: Mapping[Any, Mapping[int, float]]) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from mheads.suites import findings, results
 from mheads.suites.markdown import markdown
-from mheads.suites.verdicts import verdicts
+from mheads.suites.verdicts import correct_p_values, verdicts
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -246,3 +246,29 @@ def test_the_pages_of_results_are_those_of_the_files():
         assert path.with_suffix(".md").read_text() == markdown(found, f"{path.stem}.png"), (
             "run mheads reproduce --tables"
         )
+
+
+def test_holm_corrects_for_all_comparisons():
+    # Sorted 0.01, 0.02, 0.03, 0.4: times 4, 3, 2, 1 they are 0.04, 0.06, 0.06, 0.4, none below the one before.
+    assert correct_p_values([0.03, 0.01, 0.4, 0.02]) == pytest.approx([0.06, 0.04, 0.4, 0.06])
+    assert correct_p_values([0.03, 0.9, 0.6]) == pytest.approx([0.09, 1.0, 1.0])  # no p-value is above 1
+
+
+def test_a_table_says_which_verdicts_stay_after_the_correction(monkeypatch):
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
+    # p = 0.00507 (see above); of 1, 1.3 and 0.8, t = 7.1, p = 0.0192;
+    # and c to b, t = 0.96, p = 0.44. Sorted, times 3, 2 and 1: 0.0152, 0.038 and 0.44.
+    rows = {"a": FAR, "b": EVEN, "c": NEAR, "e": []}
+    claims = [claim("better"), claim("better", "b.oracle + 1"), {"order": ["c", "b", "e"], "by": "oracle"}]
+    found = document(rows, *claims, {"left": "a.parameters", "is": "above", "right": "5"})
+    words = [(verdict.word, verdict.figures.rpartition("seeds, ")[2]) for verdict in verdicts(found)]
+    assert words == [
+        ("holds", "p = 0.0051 (Holm: p = 0.015)"),
+        ("holds", "p = 0.019 (Holm: p = 0.038)"),
+        ("within noise", "p = 0.44 (Holm: p = 0.44)"),
+        ("holds", "a.parameters 10"),
+    ]
+    assert "2 of 2 verdicts beyond noise stay after Holm's correction for the table's 3 comparisons." in written(found)
+    # p = 0.0315 (of 1.5, 2.5, 1.5), 0.0062 and 0.0056: six, of which 0.0192 times 3 is 0.058.
+    found["claims"] += [claim("better", "c.oracle"), claim("above", "90.2"), claim("above", "90.1")]
+    assert "3 of 5 verdicts beyond noise stay after" in written(found)

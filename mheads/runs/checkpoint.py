@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 1, run: str | None = None) -> None:
         self.folder = folder
-        self.keep = keep
+        self.keep = keep  # of the newest; those of the steps in `stay` are kept besides
+        self.stay: Collection[int] = ()
         self.run = run
         self.fits: Callable[[dict[str, Tensor]], None] = lambda tensors: None  # raises ValueError for others
         self.wanted: Callable[[str], bool] = lambda name: True  # the tensors that `newest` reads
@@ -207,7 +208,7 @@ class Checkpoints:
             hidden.rename(final)
             atomic_files.flush(self.folder)
             atomic_files.remove(replaced)
-        for old in self.steps()[self.keep :]:
+        for old in [step for step in self.steps() if step not in self.stay][self.keep :]:
             self._remove(old)
 
     def _seal(self, step: int, tensors: str, state: dict[str, Any]) -> str:

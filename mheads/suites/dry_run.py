@@ -21,6 +21,7 @@ from mheads.optim.stage_updates import Optimizer
 from mheads.suites.compute import count_cost
 from mheads.suites.jobs import SuiteJob
 from mheads.suites.reproduce import Reproduction, SuiteRequest
+from mheads.suites.share_pretraining import leave_out_shared
 from mheads.training.experiment import build_experiment
 
 STEPS, ROWS = 3, 128  # that are timed, and examples of each at most
@@ -51,7 +52,7 @@ class TimePredictor:
 
     def predict(self, job: SuiteJob) -> float | None:
         """The seconds that the rest of a run will take, its steps and its evaluations; None where that is not known."""
-        row = f"{job.path.parent.name}/{job.row}"
+        row = f"{job.path.parent.name}/{job.row}/{job.total}"
         if row not in self._costs:
             self._costs[row] = _count_or_none(job)
         cost = self._costs[row]
@@ -119,13 +120,13 @@ def _time_steps(job: SuiteJob) -> StepTime:
 def print_plan(suite: Reproduction, console: Console) -> None:
     """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
     suite.check_other_data()
-    predictor, missing = TimePredictor(console), {job.path for job in suite.missing}
+    predictor, missing = TimePredictor(console), {job.path: job for job in leave_out_shared(suite.missing)}
     rows, total = [], 0.0
     for job in suite.jobs:
-        if job.path not in missing:
+        if (left := missing.get(job.path)) is None:
             rows.append([job.name, f"{job.total:,}", "finished, reused"])
             continue
-        done, seconds = job.steps_done(), predictor.predict(job)
+        done, seconds = job.total - left.total + job.steps_done(), predictor.predict(left)
         total += seconds or 0.0
         steps = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
         rows.append([job.name, steps, "not known" if seconds is None else duration(seconds)])
@@ -153,7 +154,9 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
         seen |= {job.path for job in jobs}
         missing = {job.path for job in suite.missing}
         known = {(key, run["seed"]) for key, runs in suite.document["runs"].items() for run in runs}
-        times = [(job, predictor.predict(job)) for job in jobs if job.path in missing]
+        times = [
+            (job, predictor.predict(job)) for job in leave_out_shared([job for job in jobs if job.path in missing])
+        ]
         taken = sum(time or 0.0 for _, time in times)
         total += taken
         in_results += sum(t or 0.0 for j, t in times if (suite.planner.key(suite.suite, j), j.seed) in known)

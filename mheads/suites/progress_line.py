@@ -40,6 +40,10 @@ class Overview(Watcher):
         self._left = max(0, self._left - job.total)
         self.say(f"{job.name} was trained by another process")
 
+    def leave_out(self, steps: int) -> None:
+        """The current run begins with so many steps that another one has done."""
+        self._left -= steps
+
     def end(self, job: SuiteJob, result: dict[str, Any] | None) -> None:
         self._done += 1
         if result is not None:

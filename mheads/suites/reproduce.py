@@ -24,6 +24,7 @@ from mheads.problems.metric_text import label
 from mheads.report.figures.figure import save
 from mheads.report.figures.suite_costs import draw_costs
 from mheads.report.figures.suite_rows import draw_suite
+from mheads.runs.folder import RunFolder
 from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.other_data import check_other_data
@@ -38,6 +39,7 @@ from mheads.suites.run_entries import (
 )
 from mheads.suites.run_locks import Claims
 from mheads.suites.same_data_and_code import SameDataAndCode
+from mheads.suites.share_pretraining import begin_with_shared
 from mheads.suites.suite import SUITES, read_suite
 from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.loop import Stopped, stop_at_once, train_config
@@ -271,12 +273,17 @@ class Reproduction:
             self.same.check(job, identity)
             key = self.planner.key(self.suite, job)
             check_same_marks(self.document, key, job, {"marks": digest_data_and_code(identity)})
+            watch.leave_out(begin_with_shared(job.folder, experiment, self._folders(), watch))
             return experiment
 
         if job.rounds is None:
             return train_config(job.config, job.folder, watch, build_and_check)
         train_rounds(job.config, job.path, lambda label: watch, job.rounds)
         return job.folder.read_result()
+
+    def _folders(self) -> list[RunFolder]:
+        """The folders of runs of one training each, in their order."""
+        return [job.folder for job in sort_jobs([*self.jobs, *self.finished]) if job.rounds is None]
 
     def _failure(self, failed: dict[Path, str]) -> UserError:
         reasons: dict[str, list[str]] = {}

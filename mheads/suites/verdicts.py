@@ -133,7 +133,7 @@ def _standard_error(margin: np.ndarray, test_share: float) -> float:
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
-    """The p-values after Holm's correction: at LEVEL, the chance of any false verdict among all these tests is LEVEL."""
+    """The p-values after Holm's correction: the chance that any of these tests wrongly falls below LEVEL is LEVEL."""
     corrected, largest = list(p_values), 0.0
     for rank, i in enumerate(np.argsort(p_values, kind="stable")):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))

@@ -46,6 +46,7 @@ class Recorder:
         self.experiment, self.folder, self.state = experiment, folder, state
         self.engine, self.watch, self.options = engine, watch, experiment.config.log
         self.checkpoints = Checkpoints(folder.checkpoints, self.options.keep)
+        self.checkpoints.stay = (state.pretrain,)  # for other losses to go on from
         self.checkpoints.fits = state.check_tensors
         self.writers = sorted(set(engine.writers.values()))
         if engine.notes is not None:

@@ -123,7 +123,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 record.log_step(report, batch, lr, time.perf_counter() - began)
                 if state.is_due(log.evaluate_every):
                     record.evaluate()
-                if state.is_due(log.checkpoint_every) or report.stop:
+                if state.is_due(log.checkpoint_every) or state.ends_pretraining or report.stop:
                     record.save()
                 record.checkpoints.check()
                 if report.stop:

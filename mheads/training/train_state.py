@@ -50,6 +50,10 @@ class TrainState:
     def pretraining(self) -> bool:
         return self.step < self.pretrain
 
+    @property
+    def ends_pretraining(self) -> bool:
+        return 0 < self.step == self.pretrain
+
     def begin_step(self) -> float:
         """The learning rate of the step that follows; the loss starts with a fresh schedule and no momentum."""
         if self.step == self.pretrain:

@@ -862,7 +862,7 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug("a renamed checkpoint is taken", 'if state["step"] != step', "if False"),
                 Bug("a checkpoint of another run is taken", "if self.run is not None and", "if False and"),
-                Bug("one checkpoint too many is kept", "self.steps()[self.keep :]", "self.steps()[self.keep + 1 :]"),
+                Bug("one checkpoint too many is kept", "self.stay][self.keep :]", "self.stay][self.keep + 1 :]"),
                 Bug(
                     "tied weights cannot be saved",
                     "            tensor = tensor.clone()  # tied",
@@ -1430,7 +1430,27 @@ AREAS: dict[str, list[File]] = {
                     "",
                     tests="tests/suites/test_verdicts.py -k unit",
                 ),
+                Bug(
+                    "corrected p-values may fall",
+                    "max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))",
+                    "min(1.0, (len(p_values) - rank) * p_values[i])",
+                    tests="tests/suites/test_verdicts.py -k correct",
+                ),
             ],
+        ),
+        File(
+            "mheads/suites/share_pretraining.py",
+            "tests/suites/test_share_pretraining.py -k alone",
+            [
+                Bug("pretraining is shared by other configs", "if keys <= AFTERWARDS else 0", ""),
+                Bug("the shortest pretraining is shared", "checkpoint, other = max(", "checkpoint, other = min("),
+                Bug("shared pretraining loses its log", "folder.metrics, lines)", "folder.metrics, b\"\")"),
+            ],
+        ),
+        File(
+            "mheads/training/log_and_checkpoint.py",
+            "tests/suites/test_share_pretraining.py -k alone",
+            [Bug("the end of pretraining is not kept", "self.checkpoints.stay = (state.pretrain,)", "pass")],
         ),
         File(
             "mheads/training/init_weights.py",

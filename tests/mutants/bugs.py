@@ -1444,7 +1444,7 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug("pretraining is shared by other configs", "if keys <= AFTERWARDS else 0", ""),
                 Bug("the shortest pretraining is shared", "checkpoint, other = max(", "checkpoint, other = min("),
-                Bug("shared pretraining loses its log", "folder.metrics, lines)", "folder.metrics, b\"\")"),
+                Bug("shared pretraining loses its log", "folder.metrics, lines)", 'folder.metrics, b"")'),
             ],
         ),
         File(

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from mheads.common.number_words import count
 from mheads.problems.metric_text import format_metric, label
 from mheads.suites.claims import MetricTerm
 from mheads.suites.findings import Document, by_seed, higher_is_better, in_percent, why_missing
@@ -185,8 +184,8 @@ def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
         return text
     stay = sum(verdict.stays for verdict in decided)
     return (
-        f"{text} {stay} of {count(len(decided), 'verdict')} beyond noise stay{'s' * (stay == 1)} after Holm's "
-        f"correction for the table's {num_tests} comparisons."
+        f"{text} Verdicts beyond noise: {len(decided)}, and {stay or 'none'} after Holm's correction for the table's "
+        f"{num_tests} comparisons."
     )
 
 

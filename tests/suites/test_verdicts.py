@@ -268,7 +268,7 @@ def test_a_table_says_which_verdicts_stay_after_the_correction(monkeypatch):
         ("within noise", "p = 0.44 (Holm: p = 0.44)"),
         ("holds", "a.parameters 10"),
     ]
-    assert "2 of 2 verdicts beyond noise stay after Holm's correction for the table's 3 comparisons." in written(found)
+    assert "Verdicts beyond noise: 2, and 2 after Holm's correction for the table's 3 comparisons." in written(found)
     # p = 0.0315 (of 1.5, 2.5, 1.5), 0.0062 and 0.0056: six, of which 0.0192 times 3 is 0.058.
     found["claims"] += [claim("better", "c.oracle"), claim("above", "90.2"), claim("above", "90.1")]
-    assert "3 of 5 verdicts beyond noise stay after" in written(found)
+    assert "Verdicts beyond noise: 5, and 3 after" in written(found)

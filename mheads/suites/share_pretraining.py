@@ -97,6 +97,9 @@ def _write(folder: RunFolder, experiment: Experiment, checkpoint: Checkpoint, li
         state = {key: value for key, value in checkpoint.state.items() if key not in ("step", "config", "identity")}
         checkpoints.save(checkpoint.step, checkpoint.tensors, state)
         checkpoints.wait()
+    except UserError:
+        folder.discard()
+        raise
     finally:
         checkpoints.close()
         folder.release()

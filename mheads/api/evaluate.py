@@ -52,6 +52,7 @@ from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
 VIEWS = "eval.views="
+BATCH_SIZE = 100  # examples that models from elsewhere answer at a time
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -62,7 +63,7 @@ def evaluate(
     *,
     classes: Sequence[str] | None = None,
     problem: str = "auto",
-    batch_size: int = 100,
+    batch_size: int = BATCH_SIZE,
 ) -> Any:
     """Measures an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
 
@@ -72,6 +73,11 @@ def evaluate(
     run, and `run.evaluate(x, y)` measures a whole run. Modules are in eval mode meanwhile.
     """
     if isinstance(models, Run):
+        if classes is not None or problem != "auto" or batch_size != BATCH_SIZE:
+            raise UserError(
+                "a run knows its classes, its problem and its batches: leave classes, problem and batch_size out, as "
+                "run.evaluate(x, y) does"
+            )
         return models.evaluate(test)
     batch_size = as_plain(batch_size)
     members = _list_models(models, batch_size)

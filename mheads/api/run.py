@@ -6,11 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from mheads.config.schema import Config
 from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled
 from mheads.data.assembly import side_shapes
+from mheads.data.splits import SelfTargetSplit, Split
 from mheads.data.torch_dataset import DatasetSplit
 from mheads.engine.measure import all_answers, in_eval_mode, measure
 from mheads.problems import Problem, is_single_label
@@ -156,17 +158,22 @@ class Run:
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return measure(engine, split, self.data.inputs, self.data.problem.calibrated(self.summary))
 
-    def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
+    def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> Split:
         """Raw examples and targets as `evaluate` takes them; raises if they are not like those of training."""
         if y is None and side is not None:
             raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
         examples = x if y is None else (x, y) if side is None else (x, y, side)
-        split, _ = make_labelled_split(examples, "given", self.data.problem)
+        own_targets = self.config.data.problem == "examples"  # which learned its examples, whatever targets they had
+        if own_targets:
+            split = datasets.as_source(examples, "given")
+            split = replace(split, targets=np.zeros(len(split), np.int64))
+        else:
+            split, _ = make_labelled_split(examples, "given", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
         check_side_inputs(side_shapes(split), self.data)
-        return split
+        return SelfTargetSplit(split, self.data.preprocess) if own_targets else split
 
     def member(self, m: int) -> PreprocessingNetwork:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
@@ -283,6 +290,11 @@ def make_labelled_split(
         )
     splits, posed = datasets.pose_targets({where: split}, classes, name)
     problem = problem or posed
+    if (given := getattr(posed, "shape", ())) and given != (wanted := getattr(problem, "shape", ())):
+        wanted = wanted or (problem.num_values,)  # type: ignore[attr-defined]  # it learns numbers, as posed does
+        raise UserError(
+            f"{where}: targets of shape {[len(split), *given]}, but the network learns {[len(split), *wanted]}"
+        )
     problem.check_targets(splits[where].targets, where)
     return splits[where], problem
 

@@ -209,6 +209,8 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
     if y.dtype.kind == "f" and 1 <= y.ndim <= 8 and 0 not in y.shape[1:]:
         return as_float32(y[:, None] if y.ndim == 1 else y, where)
     ways = COLUMN if y.dtype.kind in "US" and y.shape[1:] == (1,) else WAYS
+    if y.dtype.kind == "b" and y.ndim == 1:
+        ways = "y.astype(int) for two classes, or y[:, None] for a single yes or no (multilabel)"
     if y.dtype.kind in "biu" and y.ndim == 4 and 1 in (y.shape[1], y.shape[3]):
         plain = "y[:, 0]" if y.shape[1] == 1 else "y[..., 0]"
         ways = f"{plain}: a class for each pixel has no axis of channels, [N, H, W]"
@@ -218,13 +220,13 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
 def stack_arrays(values: Any, what: str) -> np.ndarray:
     """One array from an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
-        return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
+        return to_numpy(values)
     refuse_masked(values, what)
     try:
         if isinstance(values, (list, tuple)) and values and isinstance(values[0], Image.Image):
             array = np.stack([pixels_of(image) for image in values])
         elif isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
-            array = torch.stack(list(values)).detach().cpu().numpy()
+            array = to_numpy(torch.stack(list(values)))
         else:
             array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -235,6 +237,15 @@ def stack_arrays(values: Any, what: str) -> np.ndarray:
         return _read_objects(array, what)
     if not array.dtype.isnative or any(step < 0 for step in array.strides):  # which torch does not take
         array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return array
+
+
+def to_numpy(values: Any) -> np.ndarray:
+    """An array or a tensor as an array: bfloat16, which numpy lacks, as float32, sparse tensors as dense ones."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    values = values.detach().to_dense() if values.layout != torch.strided else values.detach()
+    array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
     return array
 
 

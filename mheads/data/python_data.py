@@ -23,7 +23,7 @@ from torch.utils.data import (
 from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
-from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
+from mheads.data.arrays import ArraySplit, as_side, as_split, to_numpy, with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.data_section import read_options
 from mheads.data.splits import Data
@@ -150,8 +150,8 @@ def _read_loader(loader: DataLoader[Any], where: str) -> ArraySplit | DatasetSpl
     examples, labels, sides = [], [], []
     for row, batch in enumerate(_read_once(loader, where)):
         x, y, side = item_of([batch], 0, f"{where} batch {row}")
-        examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
-        labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))
+        examples.append(to_numpy(x))
+        labels.append(to_numpy(y))
         sides.append(as_side(side, len(labels[-1]), f"{where} batch {row}"))
     together = {name: np.concatenate([side[name] for side in sides]) for name in same_names(sides, where)}
     return as_split(np.concatenate(examples), np.concatenate(labels), where, together)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mheads.common.errors import UserError
+from mheads.data.arrays import refuse_masked, to_numpy
 from mheads.data.readers.npz import open_arrays
 from mheads.data.splits import Data
 from mheads.problems import is_single_label
@@ -61,7 +62,8 @@ def check_answers(answers: Any, data: Data, where: str) -> np.ndarray:
                 answers = answers.float()
                 sums = answers.sum(-1, keepdim=True)
                 answers = torch.where((sums - 1).abs() < 0.02, answers / sums, answers)
-        answers = np.asarray(answers)
+        refuse_masked(answers, f"{where}: the answers")
+        answers = to_numpy(answers)
         if answers.dtype.kind != "f":
             raise TypeError(f"type {answers.dtype}")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -81,7 +83,8 @@ def check_answers(answers: Any, data: Data, where: str) -> np.ndarray:
 def check_sample_weights(weights: Any, members: int, n: int, where: str) -> np.ndarray:
     """Sample weights [M, N] as float32 with rows of mean 1."""
     try:
-        weights = np.asarray(weights)
+        refuse_masked(weights, f"{where}: the sample weights")
+        weights = to_numpy(weights)
         if weights.dtype.kind not in "biuf":
             raise TypeError(f"type {weights.dtype}")
     except (TypeError, ValueError, RuntimeError) as error:

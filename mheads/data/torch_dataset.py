@@ -13,7 +13,16 @@ from PIL import Image
 
 from mheads.common import seeds as keyed
 from mheads.common.errors import UserError
-from mheads.data.arrays import PaddedSplit, as_examples, as_side, as_targets, digest_side, is_token, refuse_masked
+from mheads.data.arrays import (
+    PaddedSplit,
+    as_examples,
+    as_side,
+    as_targets,
+    digest_side,
+    is_token,
+    refuse_masked,
+    to_numpy,
+)
 from mheads.data.augmentation import augment
 from mheads.data.readers.image_files import UNREADABLE, pixels_of
 from mheads.data.splits import RowSubset
@@ -143,7 +152,7 @@ def as_array(x: Any, where: str) -> np.ndarray:
         except UNREADABLE as error:
             raise UserError(f"{where} cannot be read as an image ({error})") from error
     refuse_masked(x, where)
-    array = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    array = to_numpy(x)
     if array.ndim not in (1, 2, 3) or array.dtype == object:
         raise UserError(
             f"{where} is {type(x).__name__} of shape {list(array.shape)}; give an image [C, H, W] or [H, W],"
@@ -156,7 +165,7 @@ def as_label(y: Any, where: str) -> int | str | np.ndarray:
     if isinstance(y, str):
         return y
     refuse_masked(y, f"{where}: its label")
-    array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
+    array = to_numpy(y)
     if array.dtype.kind == "f" and array.ndim < 2:
         return array.reshape(-1)
     if array.dtype.kind in "biu" and (

@@ -10,6 +10,9 @@ import torch
 from mheads.common.errors import UserError, warn
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True)
 class ValueRange:
     """Kind (uint8, float or tokens) and range of the raw training examples."""
@@ -99,4 +102,10 @@ def measure_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> ValueRange:
         )
     if not len(lows):
         return ValueRange("float", 0.0, 0.0)
+    largest = max(float(highs.max()), -float(lows.min()))
+    if largest > LARGEST:
+        raise UserError(
+            f"{where} hold values as large as {largest:.3g}, and training computes in float32, whose largest is "
+            f"{LARGEST:.2g}: divide them by a constant before"
+        )
     return ValueRange("float", float(lows.min()), float(highs.max()))

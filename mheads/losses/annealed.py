@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from numbers import Real
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -38,8 +40,8 @@ def annealed(
     best member alone learns. With `relative` both are multiplied by the mean loss of outputs that are 0 on the training
     examples, about that of the start: log C for C classes. `normalize` as in `mcl`.
     """
-    if temperature <= 0 or floor <= 0:
-        raise UserError(f"temperatures are above 0: loss.temperature is {temperature}, loss.floor {floor}")
+    if not all(isinstance(number, Real) and 0 < number < math.inf for number in (temperature, floor)):
+        raise UserError(f"temperatures are above 0: loss.temperature is {temperature!r}, loss.floor {floor!r}")
     if fall not in ("exponential", "linear"):
         raise UserError(f"loss.fall is exponential or linear, not {fall!r}")
     check_until(until)

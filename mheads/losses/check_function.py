@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +13,15 @@ from torch import Tensor, nn
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
+from mheads.common.safe_yaml import short
+
+
+def check_not_negative(key: str, value: Any) -> None:
+    """Raises unless an option of a loss is a finite number, 0 or more."""
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(f"{key} must be a finite number: {short(value)}")
+    if float(value) < 0:
+        raise UserError(f"{key} must not be negative: {value}")
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
+from mheads.losses.check_function import check_not_negative
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import K, check_k
 from mheads.losses.winners import assign
@@ -34,8 +35,7 @@ def confident(
     weights. a_mi is 1 for the k members with the lowest ce - beta KL, which makes the sum smallest, and 0 for the
     others.
     """
-    if beta < 0:
-        raise UserError(f"loss.beta must not be negative: {beta}")
+    check_not_negative("loss.beta", beta)
     return Loss(
         "confident",
         partial(_confident, k=k, beta=beta),

@@ -54,15 +54,16 @@ class Loss:
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
-    divides their gradients by M and makes sample weights meaningless. `of_scores`: it trains the mean of scores, so
-    the ensemble answers with that mean, and not with the mean of probabilities. `check_members` raises for a number of
-    members that it cannot train. `whole_batch`: the loss of an example depends on the others in its batch, which is
-    therefore not cut; `each_batch`: a step that accumulates batches treats each by itself. `masks`: a member's outputs
-    on examples whose sample weight is 0 change nothing in the total, so they are not computed and are zeros. `options`:
-    the options that it was made with. `of_losses`: it looks at outputs by its base loss alone, so that the losses of
-    the members are all it needs (`given_losses`). `schedule`: for a loss that changes over training, its form at an
-    iteration, given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`: for
-    options that are relative to the loss at the start, the loss given that number. `teaches_scores`: its function
+    divides their gradients by M and makes sample weights meaningless. `together`: all members learn from an example as
+    one, so that they cannot have sample weights of their own, only those of all. `of_scores`: it trains the mean of
+    scores, so the ensemble answers with that mean, and not with the mean of probabilities. `check_members` raises for a
+    number of members that it cannot train. `whole_batch`: the loss of an example depends on the others in its batch,
+    which is therefore not cut; `each_batch`: a step that accumulates batches treats each by itself. `masks`: a member's
+    outputs on examples whose sample weight is 0 change nothing in the total, so they are not computed and are zeros.
+    `options`: the options that it was made with. `of_losses`: it looks at outputs by its base loss alone, so that the
+    losses of the members are all it needs (`given_losses`). `schedule`: for a loss that changes over training, its form
+    at an iteration, given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`:
+    for options that are relative to the loss at the start, the loss given that number. `teaches_scores`: its function
     trains the scores that members give beside their answers. `gives_variances`: so it does with a variance beside each
     number. `description`: how members learn, in words that follow "trained".
     """
@@ -72,6 +73,7 @@ class Loss:
     separable: bool = False
     winners: int | None = None
     averaged: bool = False
+    together: bool = False
     of_scores: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     base_loss: BaseLossSpec = None
@@ -124,8 +126,7 @@ class Loss:
 
         The network must give scores (`mheads.with_scores`), and the ensemble then has one answer weighted by them.
         """
-        if weight < 0:
-            raise UserError(f"loss.scores must not be negative: {weight}")
+        check_function.check_not_negative("loss.scores", weight)
         if weight and self.teaches_scores:
             raise UserError(f"loss.scores = {weight:g}: {self.name} teaches scores by itself; leave loss.scores out")
         return replace(self, score_weight=weight)
@@ -185,7 +186,7 @@ class Loss:
         """Raises UserError for a number of members, or a sampling, that it cannot take."""
         if self.check_members is not None:
             self.check_members(members)
-        if self.averaged and sampling != "full":
+        if (self.averaged or self.together) and sampling != "full":
             raise UserError(
                 f"sampling is {sampling}, but with {self.name} all members learn from an example together: use "
                 "sampling=full, or another loss"

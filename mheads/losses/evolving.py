@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
 from typing import Annotated
 
 from pydantic import Field
@@ -43,8 +44,8 @@ def evolving(until: Until = 0.5, normalize: Normalize = "batch", base_loss: Base
 
 
 def check_until(until: float) -> None:
-    if not 0 < until <= 1:
-        raise UserError(f"loss.until is a part of the iterations, above 0 and at most 1, not {until}")
+    if not isinstance(until, Real) or not 0 < until <= 1:
+        raise UserError(f"loss.until is a part of the iterations, above 0 and at most 1, not {until!r}")
 
 
 def _fallen(until: float, normalize: str, iteration: int, iterations: int, members: int) -> Loss:

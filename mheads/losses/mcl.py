@@ -13,6 +13,7 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
+from mheads.losses.check_function import check_not_negative
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.losses.winners import assign, check_members
@@ -40,8 +41,7 @@ def mcl(
     `normalize="wins"`, a_mi is divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over
     what it won.
     """
-    if ce_weight < 0:
-        raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
+    check_not_negative("loss.ce_weight", ce_weight)
     # What is at its default is not said, so that runs from before there was such an option are resumed.
     further: dict[str, Any] = {"normalize": normalize} if normalize != "batch" else {}
     return Loss(

@@ -17,10 +17,11 @@ def mixture_density() -> Loss:
 
     A member gives the mean and the logarithm of the variance, each [B, D], as for `gaussian_nll`, and a score; pi_m is
     its weight by the scores, sigmoid(s_m) / sum_j sigmoid(s_j), or 1 / M without scores. Members that share all layers
-    but the last are the usual network. The assignment is the responsibilities. An example counts by the mean of its
-    sample weights.
+    but the last are the usual network. The assignment is the responsibilities. All members learn from an example
+    together, so it counts by the mean of its sample weights, and a sampling that gives members weights of their own is
+    refused.
     """
-    return Loss("mixture_density", _mixture_density, teaches_scores=True, gives_variances=True)
+    return Loss("mixture_density", _mixture_density, together=True, teaches_scores=True, gives_variances=True)
 
 
 def _mixture_density(outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None) -> LossValue:

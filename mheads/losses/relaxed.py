@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
 from typing import Annotated
 
 from pydantic import Field
@@ -34,8 +35,8 @@ def relaxed(
     l is the problem's own loss or `base_loss`, w the sample weights. Members whose sample weight is 0 count neither
     among the best nor in M; where only one is left, its weight is 1. `normalize` as in `mcl`.
     """
-    if not 0 <= epsilon <= 1:
-        raise UserError(f"loss.epsilon is a part of an example, from 0 to 1, not {epsilon}")
+    if not isinstance(epsilon, Real) or not 0 <= epsilon <= 1:
+        raise UserError(f"loss.epsilon is a part of an example, from 0 to 1, not {epsilon!r}")
     return Loss(
         "relaxed",
         partial(_relaxed, epsilon=epsilon, normalize=normalize),

@@ -8,9 +8,9 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
+from mheads.losses.check_function import check_not_negative
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import K, check_k
 from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
@@ -30,8 +30,7 @@ def scored(
     s_mi is the score that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s)
     - (1 - a) log sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
     """
-    if score_weight < 0:
-        raise UserError(f"loss.score_weight must not be negative: {score_weight}")
+    check_not_negative("loss.score_weight", score_weight)
     return Loss(
         "scored",
         partial(_scored, k=k, score_weight=score_weight, normalize=normalize),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mheads.common import fingerprint
 from mheads.common.errors import UserError
+from mheads.common.safe_yaml import short
 from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.runs.checkpoint import Checkpoints
@@ -47,6 +48,14 @@ def check_resume(folder: RunFolder, config: Config, data: DataFacts, what: dict[
             f"{folder.path} was trained on other data: checksum {identity['data']} there, {data.fingerprint} now",
             hint=ELSEWHERE_OR_FORCE,
         )
+    learned = folder.read_data().problem
+    for key, called in (("classes", "classes"), ("shape", "the shape of targets")):  # targets are only numbers
+        there, now = (getattr(problem, key, ()) for problem in (learned, data.problem))
+        if there != now:
+            raise UserError(
+                f"{folder.path} was trained on other data: {called} {short(there)} there, {short(now)} now",
+                hint=ELSEWHERE_OR_FORCE,
+            )
     if lines := fingerprint.differences(identity, what):
         shown = "\n".join(f"  {line}" for line in lines)
         longer = identity["loss"].get("iterations") != what["loss"].get(

@@ -61,7 +61,7 @@ def with_members(
     else:
         spec, sources = _make_spec(net, everyone, {_split_at(net, at): n})
     if like is not None:
-        like = _read_member(net, like)
+        like = read_member(net, like)
         sources = [like if source is None else source for source in sources]
     # The next seed, because a new member must not start where one of those that are there did.
     return _rebuild(net, sources, tree=spec, seed=net.seed + 1 if seed is None else seed, init="random")
@@ -83,10 +83,11 @@ def split_names(net: TreeNet, node: Node) -> list[str]:
 def _read_members(net: TreeNet, members: Any) -> list[int]:
     if not isinstance(members, Iterable):
         raise UserError(f"members {members!r}: give a list of their numbers, such as [{members!r}]")
-    return [_read_member(net, m) for m in members]
+    return [read_member(net, m) for m in members]
 
 
-def _read_member(net: TreeNet, member: int) -> int:
+def read_member(net: TreeNet, member: Any) -> int:
+    """The number of a member; raises for others."""
     member = as_plain(member)
     if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < net.num_members:
         raise UserError(f"member {member!r} of {net.num_members}: they are counted from 0 to {net.num_members - 1}")

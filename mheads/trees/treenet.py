@@ -124,14 +124,14 @@ class TreeNet(nn.Module):
                 )
             statistics = [b for m in module.modules() if takes_statistics(m) for b in m.buffers(recurse=False)]
             for tensor in (*module.parameters(), *statistics):
-                if owners.setdefault(id(tensor), stage) == stage:
+                if (owner := owners.setdefault(id(tensor), stage)) == stage:
                     continue
                 if not isinstance(tensor, nn.Parameter):
                     raise UserError(
                         f"layers of {self.network_name} on both sides of a split share running statistics (a "
                         "normalisation that is used twice?): give each place its own, or split elsewhere"
                     )
-                if len(self.tree.roots) == self.num_members:
+                if self.tree.nodes[owner].layers == self.tree.nodes[stage].layers:
                     raise UserError(
                         f"members of {self.network_name} share a parameter: the factory must build a network at each "
                         "call, not hand out the same one again (TreeNet(network, ...) copies a built one)"
@@ -166,9 +166,7 @@ class TreeNet(nn.Module):
 
     def member(self, m: int) -> nn.Module:
         """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to separate them)."""
-        if not 0 <= m < self.num_members:
-            raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
-        stages = (self.stage(node.name) for node in self.tree.path(m))
+        stages = (self.stage(node.name) for node in self.tree.path(surgery.read_member(self, m)))
         return self.chain.stage([layer.name for layer in self.layers], *stages)
 
     def make_member(self) -> nn.Module:

@@ -129,7 +129,7 @@ X, Y = numbered(6)
     ("x", "y", "words"),
     [
         (X, Y[:4], ["6 examples", "[4]"]),
-        (X, Y.astype(bool), ["bool", "class numbers", "floats"]),
+        (X, Y.astype(bool), ["bool", "y.astype(int)", "y[:, None]"]),
         (X.astype(np.int64), Y, ["int64", "uint8 or float32", "tokens"]),
         (X[:, 0, 0].astype(np.int16), Y, ["int16", "[6, 6]", "tokens, int64 [N, T]"]),
         (X[:, 0, 0].astype(np.int64) - 300, Y, ["row 0 holds the token -", "from 0 on"]),

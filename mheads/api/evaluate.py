@@ -212,6 +212,11 @@ class FurtherExamples:
                 "--temperature-from train: the run has learned these examples, and is surer of them than of others; "
                 "give --temperature-from validation, of a run with data.validation"
             )
+        if self.temperature_from == "validation" and not folder.read_config().data.validation:
+            raise UserError(
+                f"--temperature-from validation: {folder.path} held no examples out (data.validation is 0), and all "
+                "others are learned or tested on: train a run with data.validation=N"
+            )
         fitted, measured = (_name_source(configs.read(folder.config, k).data, split) for k in ((), overrides))
         if self.temperature_from == split and fitted == measured:
             raise UserError(

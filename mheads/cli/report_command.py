@@ -13,7 +13,12 @@ from mheads.common.errors import UserError
 
 
 def report(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; several are set side by side.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Run folders; several are set side by side. With --suite: KEY=VALUE as `mheads reproduce` was given."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The .html; by default report.html in the run folder, or beside several."),
@@ -42,13 +47,14 @@ def report(
     from mheads.suites.planner import Planner
     from mheads.suites.suite import read_suite
 
-    if bool(runs) == bool(suite):
+    given = [str(run) for run in runs or ()]
+    if not all("=" in key for key in given) if suite else not given:
         raise UserError("give run folders, or --suite SUITE for the runs of mheads reproduce")
     watch = Terminal(console)
     if suite is not None:
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
-        options = Options(recipe or read_suite(suite).own_recipes[0], scale=scale)
+        options = Options(recipe or read_suite(suite).own_recipes[0], scale=scale, overrides=tuple(given))
         held_out = Planner(options).held_out(read_suite(suite)) if validation is None else validation
         options = replace(options, validation=held_out)
         page = report_suite(suite, options, output, watch, folder)

@@ -9,7 +9,6 @@ import torch
 
 from mheads.common.errors import UserError, warn
 
-
 LARGEST = float(np.finfo(np.float32).max)
 
 

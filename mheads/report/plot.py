@@ -91,7 +91,7 @@ def k(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     check_alike(records, name_task)
     check_alike(
         [record for record in records if "k" in record.config.loss.options],
-        lambda record: f"of the loss {record.config.loss.name}",
+        lambda record: name_loss(record, but="k"),
     )
     check_alike([record for record in records if record.config.members > 1], name_split)
     check_alike(records, name_pretraining)
@@ -107,7 +107,9 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """Ensemble-Mean and mean member against the last shared layer, over bars of parameters; of finished runs."""
     records, results = [run.record for run in runs], defaultdict[str, list[dict[str, Any]]](list)
     check_alike(records, name_task)
-    check_alike([record for record in records if record.config.members > 1], name_loss)
+    several = [record for record in records if record.config.members > 1]
+    check_alike(several, name_loss)
+    check_alike(several, lambda record: f"of {record.config.members} members")
     check_alike(records, name_pretraining)
     for record in records:
         if not record.finished:
@@ -205,9 +207,10 @@ def name_task(record: Record) -> str:
     return f"{record.config.model} on {name_examples(record)}"
 
 
-def name_loss(record: Record) -> str:
+def name_loss(record: Record, but: str = "") -> str:
+    """The loss of a run and its options, but for one."""
     loss = record.config.loss
-    return f"trained with {loss.name} {loss.options or ''}".rstrip()
+    return f"trained with {loss.name} { {k: v for k, v in loss.options.items() if k != but} or '' }".rstrip()
 
 
 def name_split(record: Record) -> str:

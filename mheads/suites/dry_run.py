@@ -120,8 +120,8 @@ def _time_steps(job: SuiteJob) -> StepTime:
 def print_plan(suite: Reproduction, console: Console) -> None:
     """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
     suite.check_other_data()
-    predictor, missing = TimePredictor(console), {job.path: job for job in leave_out_shared(suite.missing)}
-    rows, total = [], 0.0
+    missing = {job.path: job for job in leave_out_shared(suite.missing, suite.finished)}
+    predictor, rows, total = TimePredictor(console), [], 0.0
     for job in suite.jobs:
         if (left := missing.get(job.path)) is None:
             rows.append([job.name, f"{job.total:,}", "finished, reused"])
@@ -154,9 +154,8 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
         seen |= {job.path for job in jobs}
         missing = {job.path for job in suite.missing}
         known = {(key, run["seed"]) for key, runs in suite.document["runs"].items() for run in runs}
-        times = [
-            (job, predictor.predict(job)) for job in leave_out_shared([job for job in jobs if job.path in missing])
-        ]
+        left = leave_out_shared([job for job in jobs if job.path in missing], suite.finished)
+        times = [(job, predictor.predict(job)) for job in left]
         taken = sum(time or 0.0 for _, time in times)
         total += taken
         in_results += sum(t or 0.0 for j, t in times if (suite.planner.key(suite.suite, j), j.seed) in known)

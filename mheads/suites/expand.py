@@ -65,7 +65,7 @@ def _fill(suite: Suite, parts: list[Any], placeholders: Placeholders) -> Iterato
     for part in parts:
         try:
             for chosen in itertools.product(*map(placeholders.values, part.each.values())):
-                fill = placeholders.filler(dict(zip(part.each, map(str, chosen), strict=True)))
+                fill = placeholders.filler(dict(zip(part.each, map(_as_yaml, chosen), strict=True)))
                 tree = _map_text(part.model_dump(by_alias=True, exclude={"each"}), fill)
                 if tree.get("order") is not None:
                     tree["order"] = [name for item in tree["order"] for name in placeholders.names(item)]
@@ -80,6 +80,10 @@ def _fill(suite: Suite, parts: list[Any], placeholders: Placeholders) -> Iterato
             if isinstance(error, ValidationError):
                 message = "; ".join(map(explain_value, error.errors()))
             raise SuiteError(suite.source, f"{place}: {message}") from error
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:

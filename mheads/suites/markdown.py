@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 from mheads.common.markdown_table import table_lines
 from mheads.common.number_words import count
@@ -22,7 +23,7 @@ def markdown(document: Document, picture: str | None = None) -> str:
             lines += [*table_lines(table), ""]
     lines += [f"    {document['command']}", "", *list_runs(document)]
     if picture:
-        lines += ["", f"![{title(document)}]({picture})"]
+        lines += ["", f"![{title(document)}]({quote(picture)})"]
     return "\n".join(lines) + "\n"
 
 

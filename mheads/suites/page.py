@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
                     add_run(document, job, planner, suite)
     if not records:
         again = results.command(name, options, [options.seed], planner.held_out(suite))
+        again += "" if folder == FOLDER else f" -f {shlex.quote(str(folder))}"
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
     add_costs(document, planner, suite)
     page = make_comparison(

@@ -13,7 +13,9 @@ from typing import Any
 from mheads.api.examples_of_run import load_other_data
 from mheads.common.errors import UserError
 from mheads.config import read as configs
-from mheads.config.schema import Config
+from mheads.config.aliases import rename_key
+from mheads.config.options_without_effect import check_idle_options
+from mheads.config.schema import SECTIONS, Config
 from mheads.data.splits import Data
 from mheads.optim.schedules import part_of
 from mheads.suites.expand import ExpandedSuite, expand
@@ -60,8 +62,13 @@ class Planner:
 
     def _overrides(self, suite: Suite, seed: int, row: Sequence[str] = ()) -> list[str]:
         held_out = [f"data.validation={self.options.validation}"] if self.options.validation else []
-        own = [override.replace("<seed>", str(seed)) for override in (*self._changes(suite).set, *row)]
-        return [*own, *self.options.overrides, *held_out]
+        suites, rows = (
+            [override.replace("<seed>", str(seed)) for override in part] for part in (self._changes(suite).set, row)
+        )
+        # What chooses a loss or the like forgets its options, so it comes before the options that rows give.
+        choices = [override for override in self.options.overrides if _chooses(override)]
+        others = [override for override in self.options.overrides if not _chooses(override)]
+        return [*suites, *choices, *rows, *others, *held_out]
 
     def job(self, suite: Suite, name: str, seed: int, within: tuple[str, ...] = ()) -> SuiteJob:
         """The run of a row: its own, or that of the row that it is `from`, or the first of those that it chooses from.
@@ -121,6 +128,7 @@ class Planner:
 
         overrides, last = fill(lambda source: source.path), [f"seed={seed}"]
         config = configs.load(self._base(suite), [*overrides, *last])
+        check_idle_options(config, row.set)
         if config.data.validation != self.options.validation:  # a recipe's own: all rows are measured on one split
             last.append(f"data.validation={self.options.validation}")
         if self.options.scale != 1:
@@ -191,6 +199,12 @@ class Planner:
     def public_path(self, job: SuiteJob) -> Path:
         """Where a run lies on any machine."""
         return FOLDER / job.path.relative_to(self.folder)
+
+
+def _chooses(override: str) -> bool:
+    """Whether `key=value` gives a section its name, as loss=mcl does."""
+    key = rename_key(override.partition("=")[0])
+    return key in SECTIONS and f"{key}.name" in configs.keys_of(override)
 
 
 def _check_not_overridden(row: Sequence[str], overrides: Sequence[str]) -> None:

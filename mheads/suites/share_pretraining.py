@@ -32,12 +32,15 @@ def shared_iterations(one: Config, other: Config) -> int:
     return min(one.pretrain, other.pretrain) if keys <= AFTERWARDS else 0
 
 
-def leave_out_shared(jobs: Sequence[SuiteJob]) -> list[SuiteJob]:
-    """The jobs without the pretraining that they get from one before them, if they are trained in this order."""
-    left = []
+def leave_out_shared(jobs: Sequence[SuiteJob], finished: Sequence[SuiteJob]) -> list[SuiteJob]:
+    """The jobs without the pretraining that they get from a finished run, or from one before them in this order."""
+    left: list[SuiteJob] = []
     for i, job in enumerate(jobs):
-        before = [other for other in jobs[:i] if other.config.pretrain] if job.config.pretrain else []
-        shared = max((shared_iterations(other.config, job.config) for other in before), default=0)
+        shared = 0
+        for other in (*finished, *jobs[:i]) if job.config.pretrain else ():
+            if other.config.pretrain and (steps := shared_iterations(other.config, job.config)):
+                kept = Checkpoints(other.folder.checkpoints).steps() if other in finished else [steps]
+                shared = max(shared, *(step for step in kept if step <= steps), 0)
         if shared and job.rounds is None and not job.steps_done():
             job = replace(job, config=job.config.model_copy(update={"pretrain": job.config.pretrain - shared}))
         left.append(job)

@@ -90,6 +90,12 @@ class Verdict:
     num_seeds: int = 0
     margins: _Margins | None = field(default=None, repr=False, compare=False)
     corrected: Sequence[float] | None = None
+    missing: Sequence[str] = ()  # what an open claim lacks, if its figures say more
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """Whether a test has decided the claim; figures that are the same in every seed may do so without."""
+        return self.margins is not None and self.word in DECIDED and min(self.margins.p_values()) < LEVEL
 
     @property
     def stays(self) -> bool:
@@ -148,7 +154,7 @@ def verdicts(document: Document) -> list[Verdict]:
     unknown = [verdict for verdict in all_verdicts if verdict.agrees is None]
     if len(unknown) <= MOST_OPEN:
         return all_verdicts
-    missing = dict.fromkeys(part for verdict in unknown for part in verdict.figures.split(", "))
+    missing = dict.fromkeys(part for verdict in unknown for part in verdict.missing or verdict.figures.split(", "))
     together = Verdict(f"{len(unknown)} claims of which nothing is known yet", "open", ", ".join(missing))
     return [*(verdict for verdict in all_verdicts if verdict.agrees is not None), together]
 
@@ -170,16 +176,19 @@ def _correct(claims: Sequence[Verdict]) -> list[Verdict]:
 
 def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
     """By what test, of how many seeds, the verdicts of a table are; empty if it has none."""
-    counts = sorted({verdict.num_seeds for verdict in claims if verdict.num_seeds})
+    counts = sorted({verdict.num_seeds for verdict in claims if verdict.margins is not None})
     if not counts:
-        return ""
-    if counts == [1]:
-        return "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
+        alone = any(verdict.num_seeds == 1 for verdict in claims)
+        return (
+            "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
+            if alone
+            else ""
+        )
     several = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     trials = "splits, corrected for their overlap" if document.get("test_share") else "seeds"
     text = f"By a paired t-test over {trials} (n = {several}), two-sided at {100 * LEVEL:g} %."
     num_tests = sum(len(verdict.corrected or ()) for verdict in claims)
-    decided = [verdict for verdict in claims if verdict.corrected and verdict.word in DECIDED]
+    decided = [verdict for verdict in claims if verdict.corrected and verdict.is_beyond_noise]
     if not decided:
         return text
     stay = sum(verdict.stays for verdict in decided)
@@ -204,7 +213,7 @@ def _order(document: Document, claim: dict[str, Any]) -> Verdict:
     shown = [_show(row, metric, in_percent(document)) for row in values]
     figures = ", ".join([*map(" ".join, zip(trials, shown, strict=True)), *missing])
     if len(trials) < 2:
-        return Verdict(text, "open", figures)
+        return Verdict(text, "open", figures, missing=missing)
     margins = _Margins.from_values(
         document, (-1 if higher else 1) * np.diff(values, axis=0), values, exact=metric in EXACT
     )
@@ -303,8 +312,10 @@ def _judge(
     if num_seeds == 1 and not margins.exact:
         return Verdict(claim, f"{direction}, one seed", figures + details, margins.agree, 1)
     word = margins.word()
-    tested = None if margins.exact else margins
-    return Verdict(claim, word + so_far * (word == "holds"), figures + details, margins.agree, num_seeds, tested)
+    word += so_far * (word == "holds")
+    if margins.exact:
+        return Verdict(claim, word, figures, margins.agree)
+    return Verdict(claim, word, figures + details, margins.agree, num_seeds, margins)
 
 
 def _show_p(p: float) -> str:

@@ -53,6 +53,9 @@ def test_other_data_need_not_take_the_augmentation_of_the_run(mheads, tmp_path):
     given = ["data.name=folder", f"data.path={tmp_path / 'files'}", "data.resize=8", "data.crop=8"]
     done = mheads("eval", tmp_path / "run", *(word for pair in given for word in ("--ood", pair)))
     assert done.code == 2 and "shape (3, 8, 8), but" in done.err, done.err  # and not for what training did to images
+    done = mheads("eval", tmp_path / "run", "--split", "test", "--temperature-from", "validation")
+    assert done.code == 2 and "held no examples out (data.validation is 0)" in done.err
+    assert "train a run with data.validation=N" in done.err and "--split validation" not in done.err
 
 
 def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, place):

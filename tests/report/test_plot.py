@@ -140,6 +140,13 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
     err = mheads("plot", "splits", runs["tree"], runs["mcl_k1"]).err  # nor of these
     assert "is trained with independent, and" in err and "trained with mcl {'k': 1" in err
     assert "is not split, and" in mheads("plot", "k", runs["mcl_k1"], runs["tree"]).err
+    weighted, pair = tmp_path / "weighted", tmp_path / "pair"
+    mcl = ["loss.name=mcl", "loss.k=1", "loss.ce_weight=4"]
+    assert mheads("train", "digits", *QUICK, *mcl, "-f", weighted).code == 0
+    err = mheads("plot", "k", runs["mcl_k1"], weighted).err
+    assert "'ce_weight': 0.0" in err and "'ce_weight': 4.0" in err and "'k'" not in err
+    assert mheads("train", "digits", *QUICK, "members=2", "-f", pair).code == 0
+    assert "is of 4 members, and" in mheads("plot", "splits", runs["tree"], pair).err
     (two / "result.json").unlink()
     (two / "metrics.jsonl").write_text('5\n{"iteration": 3}\n')  # damaged, and still JSON
     assert "metrics.jsonl is damaged (line 1: 5: input should be" in mheads("plot", "wins", two).err

@@ -406,7 +406,7 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     text = configs.load("digits", [*QUICK, "members=2"]).to_yaml()
     recipe.write_text(text)
     suite.write_text(
-        "# Two rows.\nrows: [{name: plain}, {name: mcl, set: [loss=mcl]}, {name: later, set: [loss.k=2]}]\n"
+        "# Two rows.\nrows: [{name: plain}, {name: mcl, set: [loss=mcl]}, {name: later, set: [members=2]}]\n"
         "paper: {tiny: {plain: {oracle: 55.5}}}\nclaims: [{left: mcl.oracle, is: better, right: plain.single}]\n"
     )
     given = (str(suite), "--recipe", str(recipe), "-f", tmp_path / "runs")

@@ -44,6 +44,9 @@ def test_a_dry_run_counts_shared_pretraining_once(mheads, tmp_path, monkeypatch)
         ("after_3_k2-seed0", "10 of 13"), ("after_8_k2-seed0", "10 of 18"),
         ("bagged-seed0", "18"), ("relaxed-seed0", "18"),
     ]  # fmt: skip
+    assert mheads("reproduce", "rows.yaml", "--recipe", "digits", *GIVEN, "--only", "after_3_k1").code == 0
+    done = mheads("reproduce", "rows.yaml", "--recipe", "digits", *GIVEN, "--only", "after_8_k2", "--dry-run")
+    assert "15 of 18" in done.out  # a finished run has its first 3
 
 
 def test_shared_pretraining_is_trained_once_and_gives_each_row_the_bits_that_it_has_alone(reproduce, mheads, tmp_path):

@@ -272,3 +272,22 @@ def test_a_table_says_which_verdicts_stay_after_the_correction(monkeypatch):
     # p = 0.0315 (of 1.5, 2.5, 1.5), 0.0062 and 0.0056: six, of which 0.0192 times 3 is 0.058.
     found["claims"] += [claim("better", "c.oracle"), claim("above", "90.2"), claim("above", "90.1")]
     assert "Verdicts beyond noise: 5, and 3 after" in written(found)
+
+
+def test_a_table_speaks_of_a_test_only_where_there_was_one(monkeypatch):
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
+    exact = {"left": "a.parameters", "is": "above", "right": "5"}
+    for seeds in (1, 5):
+        text = written(document({"a": [90.0] * seeds}, exact))
+        assert "holds" in text and "t-test" not in text and "One seed" not in text
+    rows = {"a": FAR, "b": EVEN, "c": [80.0]}
+    assert "(n = 3)" in written(document(rows, claim("better"), claim("better", "c.oracle"), exact))
+    # The same figures in every seed hold by themselves, and no test has shown it.
+    text = written(document({"a": EVEN, "b": EVEN, "c": EVEN}, claim("no worse"), claim("no worse", "c.oracle")))
+    assert "two-sided at 5 %." in text and "beyond noise" not in text
+
+
+def test_open_claims_together_name_only_what_is_missing():
+    claims = [{"order": ["a", row], "by": "oracle"} for row in "bc"]
+    (together,) = verdicts(document({"a": FAR, "b": [], "c": []}, *claims))
+    assert (together.claim, together.figures) == ("2 claims of which nothing is known yet", "b not run, c not run")

@@ -1439,6 +1439,31 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/suites/planner.py",
+            "tests/suites/test_keys_of_rows.py",
+            [
+                Bug(
+                    "a loss for all rows forgets their options",
+                    "*suites, *choices, *rows,",
+                    "*suites, *rows, *choices,",
+                ),
+                Bug("rows have keys that do nothing", "check_idle_options(config, row.set)", "pass"),
+            ],
+        ),
+        File(
+            "mheads/runs/check_resume.py",
+            "tests/api/test_edges.py -k other_names",
+            [Bug("runs resume with other classes", "if there != now:", "if False:")],
+        ),
+        File(
+            "mheads/report/plot.py",
+            "tests/report/test_plot.py -k losses_without_k",
+            [
+                Bug("unlike losses are trials of one k", 'name_loss(record, but="k")', "record.config.loss.name"),
+                Bug("ensembles of two sizes are one", 'f"of {record.config.members} members"', '""'),
+            ],
+        ),
+        File(
             "mheads/suites/share_pretraining.py",
             "tests/suites/test_share_pretraining.py -k alone",
             [

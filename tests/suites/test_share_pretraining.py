@@ -1,9 +1,10 @@
 """Rows that share their pretraining: trained once, and the same bits as each row alone."""
 
 import shutil
+import signal
 
 import pytest
-from helpers.commands import assert_same_run
+from helpers.commands import assert_same_run, process
 
 from mheads.runs.folder import RunFolder
 
@@ -76,3 +77,16 @@ def test_pretraining_that_is_damaged_is_not_shared(reproduce, tmp_path):
         (runs / "after_8_k1-seed0" / damage).write_bytes(before[:40] + b"x" + before[41:])
         assert reproduce("--only", "after_8_k2") == []
         assert (runs / "after_8_k2-seed0/result.json").is_file()
+
+
+@pytest.mark.parametrize("moment", ["after_8_k2-seed0/config.yaml", "after_8_k2-seed0/checkpoints/step-00000008"])
+def test_a_process_that_is_killed_while_it_takes_over_pretraining_loses_nothing(reproduce, mheads, tmp_path, moment):
+    reproduce("--only", "after_8_k1")
+    asked = ["reproduce", "rows.yaml", "--recipe", "digits", *GIVEN, "--only", "after_8_k2"]
+    assert process(*asked, stop=(signal.SIGKILL, "os.rename", moment)).code == -signal.SIGKILL
+    run = tmp_path / "runs/reproduce/digits/after_8_k2-seed0"
+    assert run.exists() and not (run / "checkpoints/step-00000008").exists()
+    reproduce("--only", "after_8_k2")
+    mcl = ["loss=mcl", "loss.k=2", "pretrain=8"]
+    assert mheads("train", "digits", *mcl, *GIVEN, "-f", tmp_path / "alone").code == 0
+    assert_same_run(run, tmp_path / "alone")

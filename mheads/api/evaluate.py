@@ -73,11 +73,8 @@ def evaluate(
     run, and `run.evaluate(x, y)` measures a whole run. Modules are in eval mode meanwhile.
     """
     if isinstance(models, Run):
-        if classes is not None or problem != "auto" or batch_size != BATCH_SIZE:
-            raise UserError(
-                "a run knows its classes, its problem and its batches: leave classes, problem and batch_size out, as "
-                "run.evaluate(x, y) does"
-            )
+        if (classes, problem, batch_size) != (None, "auto", BATCH_SIZE):
+            raise UserError("a run knows its classes, problem and batches: leave classes, problem and batch_size out")
         return models.evaluate(test)
     batch_size = as_plain(batch_size)
     members = _list_models(models, batch_size)

@@ -52,7 +52,7 @@ from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
 VIEWS = "eval.views="
-BATCH_SIZE = 100  # examples that models from elsewhere answer at a time
+BATCH_SIZE = 100
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -210,10 +210,8 @@ class FurtherExamples:
                 "give --temperature-from validation, of a run with data.validation"
             )
         if self.temperature_from == "validation" and not folder.read_config().data.validation:
-            raise UserError(
-                f"--temperature-from validation: {folder.path} held no examples out (data.validation is 0), and all "
-                "others are learned or tested on: train a run with data.validation=N"
-            )
+            none = f"{folder.path} held no examples out (data.validation is 0)"
+            raise UserError(f"--temperature-from validation: {none}: train a run with data.validation=N")
         fitted, measured = (_name_source(configs.read(folder.config, k).data, split) for k in ((), overrides))
         if self.temperature_from == split and fitted == measured:
             raise UserError(

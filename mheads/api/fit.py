@@ -196,9 +196,8 @@ def _make_config(
     own: Mapping[str, Any],
 ) -> Config:
     """The config of a call; `own` are keys that are given as they are."""
-    known = (
-        loss.name in LOSSES and not loss.has_own_function
-    )  # a loss of the user's own is kept as it is, not imported again
+    # A loss of the user's own is kept as it is, not imported again.
+    known = loss.name in LOSSES and not loss.has_own_function
     named = {"name": loss.name, **loss.options} if known else {"name": f"__main__:{loss.name}", "args": loss.options}
     countable = isinstance(iterations, int | float) and math.isfinite(iterations)  # or the config raises
     few = int(iterations) if countable else ITERATIONS

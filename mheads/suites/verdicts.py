@@ -178,12 +178,9 @@ def describe_test(document: Document, claims: Sequence[Verdict]) -> str:
     """By what test, of how many seeds, the verdicts of a table are; empty if it has none."""
     counts = sorted({verdict.num_seeds for verdict in claims if verdict.margins is not None})
     if not counts:
-        alone = any(verdict.num_seeds == 1 for verdict in claims)
-        return (
-            "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
-            if alone
-            else ""
-        )
+        if not any(verdict.num_seeds == 1 for verdict in claims):
+            return ""
+        return "One seed each: where the first figure lies from the second, and no verdict; `--trials` trains more."
     several = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     trials = "splits, corrected for their overlap" if document.get("test_share") else "seeds"
     text = f"By a paired t-test over {trials} (n = {several}), two-sided at {100 * LEVEL:g} %."
